@@ -152,6 +152,16 @@ class TestWhatIsFound:
         assert list(sr.load(path, P(), mesh_of(), renames=[sr.Rename("{p}.w", None)])) == ["b"]
 
 
+def test_numbers_with_zeros_before_them_are_words(save, tmp_path):  # noqa: F811
+    """Backwards they came without the zeros."""
+    path = save({f"h.{i:02}": numbers(2, start=i) for i in range(3)})
+    with pytest.raises(sr.FileError, match="'00' is no number along 'i'; give the words in their"):
+        sr.load(path, P(), mesh_of(), renames=[sr.Rename("h.{i}", "h", "a -> i a")])
+    renames = [sr.Rename("h.{i:00|01|02}", "h", "a -> i a")]
+    sr.save(sr.load(path, P(), mesh_of(), renames=renames), tmp_path / "n", renames=renames)
+    assert list(sr.read_model(tmp_path / "n")) == ["h.00", "h.01", "h.02"]
+
+
 class TestShared:
     HEAD = sr.Rename("embed.w", "head.w", "v e -> e v", shared=True)
 
@@ -242,6 +252,19 @@ class TestBackwards:
         renames = [sr.Rename("{a}_{b}", "{b}_{a}")]
         with pytest.raises(ValueError, match="does not turn into this path again"):
             sr.save({"x_y_z": numbers(2)}, tmp_path / "m", renames=renames)
+
+    @pytest.mark.parametrize(
+        ("name", "path", "of"),
+        [("{a}.{b}", "{a}_{b}", "x_y.z"), ("{p:a|b}.{q:c|d}", "{p:x|x_y}_{q:z|y_z}", "a.d")],
+    )
+    def test_a_path_that_could_be_of_two_names_is_an_error(self, tmp_path, name, path, of):
+        """The greedy of two ways to read it was taken."""
+        with pytest.raises(ValueError, match=f"'{of}', and could as well be of '"):
+            sr.save({"x_y_z": numbers(2)}, tmp_path / "m", renames=[sr.Rename(name, path)])
+        assert not list(tmp_path.iterdir())
+        same = [sr.Rename("m.{a}_{b}", "{a}_{b}")]
+        sr.save({"x_y_z": numbers(2)}, tmp_path / "m", renames=same)
+        assert list(sr.read_model(tmp_path / "m")) == ["m.x_y_z"]
 
     def test_two_that_become_one(self, tmp_path):
         renames = [sr.Rename("c", "a"), sr.Rename("c", "b")]

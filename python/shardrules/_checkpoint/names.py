@@ -174,18 +174,29 @@ class Template:
             ):
                 raise ValueError(f"{keyword} {text!r}: a field with a * is of whole parts")
 
-    def regex(self, words: Mapping[str, tuple[str, ...]]) -> re.Pattern[str]:
-        """Return the regex of names, where fields without words of their own have these."""
-        return re.compile("".join(self._regex_pieces(words)), re.DOTALL)
+    def regex(
+        self, words: Mapping[str, tuple[str, ...]], *, is_last: bool = False
+    ) -> re.Pattern[str]:
+        """Return the regex of names, where fields without words of their own have these.
 
-    def _regex_pieces(self, words: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+        Of several ways in which the fields make a name it finds the first, or the last.
+        """
+        return re.compile("".join(self._regex_pieces(words, is_last=is_last)), re.DOTALL)
+
+    def _regex_pieces(
+        self, words: Mapping[str, tuple[str, ...]], *, is_last: bool
+    ) -> Iterator[str]:
+        ways = -1 if is_last else 1
+        more = "+?" if is_last else "+"
+        many = r"[^./]|[^./].*?[^./]" if is_last else r"[^./].*[^./]|[^./]"
         for piece in self._pieces:
             if isinstance(piece, str):
                 yield re.escape(piece)
             elif own := piece.words or words.get(piece.name):
-                yield f"(?P<{piece.name}>{'|'.join(re.escape(word) for word in own if word)})"
+                escaped = [re.escape(word) for word in own[::ways] if word]
+                yield f"(?P<{piece.name}>{'|'.join(escaped)})"
             else:
-                yield f"(?P<{piece.name}>{r'[^./].*[^./]|[^./]' if piece.is_many else '[^./]+'})"
+                yield f"(?P<{piece.name}>{many if piece.is_many else f'[^./]{more}'})"
 
     def filled(self, values: Mapping[str, str]) -> str:
         """Return the name with these texts in the fields."""
@@ -317,6 +328,7 @@ class DirectedRename:
         }
         both = {key: found for key, (found, _) in self._words.items() if found}
         self._search = self._found.regex(both).fullmatch
+        self._search_last = self._found.regex(both, is_last=True).fullmatch
         self._start = self._found.start
         self._separator = self._made.separator or separators[0 if is_back else 1]
         dims = None if rename.dims is None else arrangement(rename.dims)
@@ -331,6 +343,12 @@ class DirectedRename:
         match = self._search(name)
         return None if match is None else match.groupdict()
 
+    def other_values(self, name: str) -> dict[str, str]:
+        """Return the texts of a name that it finds that differ most from `values`, if any do."""
+        match = self._search_last(name)
+        assert match is not None
+        return match.groupdict()
+
     def words(self, axis: str) -> tuple[str, ...]:
         """Return the words of an axis along which it stacks, or takes apart."""
         fields = self._found.fields if axis in self._found.fields else self._made.fields
@@ -341,7 +359,8 @@ class DirectedRename:
         if words := self.words(axis):
             return words.index(word)
         is_number = word.isascii() and word.isdecimal() and len(word) <= _MOST_DIGITS
-        return int(word) if is_number else None
+        # Backwards, 07 would be 7.
+        return int(word) if is_number and word == str(int(word)) else None
 
     def path(self, values: Mapping[str, str], part: Mapping[str, int]) -> str | None:
         """Return the name that is made, for a part along axes that take apart; None without one."""

@@ -297,6 +297,16 @@ def _check_back(record: DirectedRename, name: str, values: Mapping[str, str], ma
                 f"it would become {made!r}, which {record.rename!r} does not turn into this path "
                 "again; put something between the fields that tells them apart"
             )
+        first = dict.fromkeys(record.apart, 0)
+        one, *others = (
+            (record.path(texts, first), [texts[axis] for axis in record.stacked])
+            for texts in (values, record.other_values(name))
+        )
+        if others != [one]:
+            raise _MisfitError(
+                f"it would become {made!r}, and could as well be of {others[0][0]!r}, by "
+                f"{record.rename!r}; put something between the fields that tells them apart"
+            )
 
 
 def _text(dims: Arrangement) -> str:
