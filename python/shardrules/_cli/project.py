@@ -304,6 +304,9 @@ def _check(where: str, table: dict[str, Any], jobs: list[dict[str, Any]]) -> Non
         if type(value) not in types or value == "":
             written = " or ".join(_WRITTEN[kind] for kind in dict.fromkeys(reversed(types)))
             raise FileError(f"{where}: {key} is {shown(value)}; write {written}")
+        for item in value if isinstance(value, list) else ():
+            if not isinstance(item, str):
+                raise FileError(f"{where}: {key} has {shown(item)}; write a list of texts")
         readers = [_by_key(command)[key] for command in own if key in _by_key(command)]
         if not readers:
             reader = next(command for command in job_commands() if key in _by_key(command))

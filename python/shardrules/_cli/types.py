@@ -67,8 +67,6 @@ def _mesh(value: str | dict[str, int]) -> dict[str, int]:
 
 def _names(value: str | list[str]) -> tuple[str, ...]:
     names = value.split(",") if isinstance(value, str) else value
-    if odd := [name for name in names if not isinstance(name, str)]:
-        raise TypeError(f"{shown(odd[0])} is no name; write a list of texts")
     return tuple(name.strip() for name in names if name.strip())
 
 
