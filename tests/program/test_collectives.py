@@ -86,6 +86,41 @@ class TestProgram:
         assert program.axis_sizes == {"fsdp": 4, "tp": 2}
         assert sum(program.sent.values()) == sum(row.sent for row in program.collectives)
 
+    def test_rows_say_whether_the_program_calls_it(self):
+        """One program of both kinds: a collective that it calls, and one that a product needs."""
+
+        def two_sums(x):
+            with jax.named_scope("layer"):
+                first = jax.lax.psum(x, "tp")
+            return first, jax.lax.psum(x + 1, "tp")  # XLA merges them
+
+        called = [
+            ("all-reduce", two_sums),
+            ("all-reduce", lambda x: jax.lax.pmax(x, "tp")),
+            ("all-gather", lambda x: jax.lax.all_gather(x, "tp", tiled=True)),
+            ("reduce-scatter", lambda x: jax.lax.psum_scatter(x, "tp", tiled=True)),
+            ("all-to-all", lambda x: jax.lax.all_to_all(x, "tp", 0, 1, tiled=True)),
+            ("collective-permute", lambda x: jax.lax.ppermute(x, "tp", [(0, 1), (1, 0)])),
+        ]
+        rows_of_fsdp, rows_of_tp = NamedSharding(MESH, P("fsdp")), NamedSharding(MESH, P("tp"))
+        arguments = [
+            jax.ShapeDtypeStruct((256, 256), "float32", sharding=each)
+            for each in (rows_of_fsdp, rows_of_tp)
+        ]
+        for kind, call in called:
+            mapped = jax.shard_map(
+                call, mesh=MESH, in_specs=P("tp"), out_specs=P("tp"), check_vma=False
+            )
+            step = jax.jit(lambda w, x, mapped=mapped: (x @ w, mapped(x)))
+            compiled = step.lower(*arguments).compile()
+            rows = sr.inspect(compiled, (P("fsdp"), P("tp"))).collectives
+            assert {row.kind for row in rows if row.is_called} == {kind}
+            assert any(not row.is_called for row in rows)
+            assert all(row.is_called == (row.axes == ("tp",)) for row in rows)
+        rows = sr.inspect(COMPILED, PLANNED).collectives
+        assert rows
+        assert not any(row.is_called for row in rows)
+
     def test_the_report_is_text_html_and_json(self):
         program = sr.inspect(COMPILED, PLANNED)
         assert str(program).startswith("each device sends ")

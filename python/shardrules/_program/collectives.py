@@ -13,6 +13,11 @@ from shardrules._program.hlo import CollectiveOp, CollectiveOpcode, Hlo
 from shardrules._program.trips import trips
 
 Moved = Literal["argument", "gradient", "state", "activation", "unexplained"]
+# Names of collectives in user programs, as JAX has them in op_name.
+_CALLED: Final = frozenset({
+    "all_gather", "all_gather_invariant", "all_to_all", "pbroadcast", "pmax", "pmin", "ppermute",
+    "psum", "psum2", "psum_invariant", "psum_scatter", "ragged_all_to_all", "reduce_scatter",
+})  # fmt: skip
 
 
 class Exchange(NamedTuple):
@@ -64,6 +69,14 @@ class Collective(NamedTuple):
     """Name of the instruction in the HLO."""
 
     @property
+    def is_called(self) -> bool:
+        """True if the program calls it, such as jax.lax.psum; False if XLA has put it in.
+
+        Of one that XLA has merged of both kinds it is False, too.
+        """
+        return is_called(self.op_name)
+
+    @property
     def sent(self) -> int | None:
         """Bytes that one device sends in a step; None without the number of executions."""
         return None if self.times is None else self.sent_once * self.times
@@ -82,6 +95,13 @@ class Collective(NamedTuple):
         times = "" if self.times in (None, 1) else f", {self.times:,} times"
         place = "" if self.place is None else f" at {self.place}"
         return f"{self.kind} of {self.shape}{times}{place} ({self.op_name or self.name})"
+
+
+def is_called(op_name: str) -> bool:
+    """Return whether JAX's name of an operation is of a collective in the user's program."""
+    # "jit(step)/shard_map/(psum:layer/psum)" is one that XLA has merged of two.
+    names = op_name.rstrip(")").split(":") if op_name.endswith(")") else [op_name]
+    return all(name.rpartition("/")[2].lstrip("(") in _CALLED for name in names)
 
 
 def exchanges(hlo: Hlo, axis_sizes: Mapping[str, int]) -> Iterator[Exchange]:

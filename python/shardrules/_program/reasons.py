@@ -13,7 +13,7 @@ from shardrules._base.specs import entry_axes
 from shardrules._plan.axis_uses import expert_axes_among, is_gathered
 from shardrules._plan.roles import experts_dim
 from shardrules._program.causes import REASONS
-from shardrules._program.collectives import Exchange, Moved
+from shardrules._program.collectives import Exchange, Moved, is_called
 from shardrules._program.executable import Executable
 from shardrules._program.facts import (
     PRODUCTS,
@@ -27,11 +27,6 @@ from shardrules._program.facts import (
 from shardrules._program.states import State
 from shardrules._program.values import Values
 
-# Names of collectives in user programs, as JAX has them in op_name.
-_CALLED: Final = frozenset({
-    "all_gather", "all_gather_invariant", "all_to_all", "pbroadcast", "pmax", "pmin", "ppermute",
-    "psum", "psum2", "psum_invariant", "psum_scatter", "ragged_all_to_all", "reduce_scatter",
-})  # fmt: skip
 _PRODUCT_NAMES: Final = ("conv_general_dilated", "dot_general")
 _NARROW: Final = 8
 """Bits of the numbers of quantized arrays, at most."""
@@ -191,7 +186,7 @@ class Row:
         self.is_small = self.sent < reasons.small
         self.op_name = exchange.op.instruction.op_name or ""
         self.called_name = self.op_name.rpartition("/")[2]
-        self.is_called = self.called_name in _CALLED
+        self.is_called = is_called(self.op_name)
         self.operand = self._values.operand(exchange.op, exchange.number)
         self.what, self.leaf = self._leaf()
         """What is moved: a key of the table; of an activation the kind of the collective."""

@@ -92,8 +92,8 @@ def audit(tree: Any, plan: Plan, *, values: bool = False) -> Findings:
         plan: The plan of such a tree; of an optimizer's state, that of `Plan.for_optimizer`. If its
             mesh has no devices, the arrays are compared on their own mesh.
         values: Also compare the values of the copies that several devices have of an array, or of a
-            part of it, in all processes: by checksums that the devices make of all bits, at the
-            speed of their memory. Only arrays with a NamedSharding on the devices of the mesh.
+            part of it, in all processes: by checksums that the devices make of all bits. Only
+            arrays with a NamedSharding on the devices of the plan's mesh.
 
     Returns:
         All findings, the worst first. `Finding.bytes` are what a device holds beyond the plan, or,
