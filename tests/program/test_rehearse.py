@@ -336,7 +336,7 @@ def test_nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", None)
     sr.rehearse(partial(scaled, call=lambda x: x), SIZES)
     monkeypatch.setattr("shardrules._program.child.__file__", str(tmp_path / "none.py"))
-    with pytest.raises(RuntimeError, match="cannot be run here"):
+    with pytest.raises(RuntimeError, match="the step has crashed, by exit code 2. Its last words"):
         sr.rehearse(partial(scaled, call=lambda x: x), {"fsdp": 4})
     assert list(tmp_path.iterdir()) == []
 

@@ -200,7 +200,7 @@ class AskedCompiler:
         folder, topology = self._child.folder, self._topology
         stderr = self._child.text("stderr.txt")
         if code not in (0, child.FAILED):
-            raise _noted(RuntimeError(_crash(code, stderr)))
+            raise _noted(RuntimeError(crash_text("the compiler", code, stderr)))
         numbers = None
         if code:
             error = self._child.text("error.txt")
@@ -314,12 +314,12 @@ def _environment(slices: Slices | None) -> dict[str, str]:
     return env | levels
 
 
-def _crash(code: int, stderr: str) -> str:
-    """Say how the child has crashed, and its last words."""
+def crash_text(what: str, code: int, stderr: str) -> str:
+    """Say how a child has crashed, and its last words."""
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     hint = "; the system may have had no memory left for it" if code == -9 else ""
     words = stderr[-_LAST_WORDS:].splitlines() or ["it has said nothing"]
-    lines = [f"the compiler has crashed, by {how}{hint}. Its last words:", *words]
+    lines = [f"{what} has crashed, by {how}{hint}. Its last words:", *words]
     return printable_lines(lines)
 
 

@@ -37,7 +37,7 @@ from shardrules._plan.tables import Column, Table
 from shardrules._program import rehearse_child
 from shardrules._program.child import FAILED
 from shardrules._program.compared import RehearsedLeaf, compared, rounding_of
-from shardrules._program.compiler import LIMIT, Child
+from shardrules._program.compiler import LIMIT, Child, crash_text
 from shardrules._program.executable import Executable
 from shardrules._program.jax_names import compiler_input, kept_arguments, lowered_shardings
 from shardrules._program.libraries import call_of
@@ -319,8 +319,10 @@ def _answers(asked: Child) -> list[Any]:
         code = asked.exit_code()
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"the step has not ended in {LIMIT:g} s: {_SMALLER}") from None
+    if code not in (0, FAILED):
+        raise RuntimeError(crash_text("the step", code, asked.text("stderr.txt")))
     if code:
-        words = asked.text("error.txt" if code == FAILED else "stderr.txt")[-_LAST_WORDS:]
+        words = asked.text("error.txt")[-_LAST_WORDS:]
         raise RuntimeError(printable_lines(["the step cannot be run here:", *words.splitlines()]))
     results: list[Any] = json.loads(asked.text("results.json"))
     for result in results:
