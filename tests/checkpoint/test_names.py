@@ -266,6 +266,17 @@ class TestBackwards:
         sr.save({"x_y_z": numbers(2)}, tmp_path / "m", renames=same)
         assert list(sr.read_model(tmp_path / "m")) == ["m.x_y_z"]
 
+    def test_a_separator_that_no_name_has_is_not_guessed(self, save, tmp_path):  # noqa: F811
+        """`a.b` came back as `a/b`."""
+        path, whole = save({"a.b": numbers(2)}), sr.Rename("{rest*}", "p/{rest*}")
+        made = sr.load(path, P(), mesh_of(), renames=[whole])
+        with pytest.raises(ValueError, match="no name in renames tells what '/' stands for"):
+            sr.save(made, tmp_path / "n", renames=[whole])
+        assert not (tmp_path / "n").exists()
+        told = [sr.Rename("{first}.{rest*}", "p/{first}/{rest*}")]
+        sr.save(made, tmp_path / "n", renames=told)
+        assert list(sr.read_model(tmp_path / "n")) == ["a.b"]
+
     def test_two_that_become_one(self, tmp_path):
         renames = [sr.Rename("c", "a"), sr.Rename("c", "b")]
         with pytest.raises(ValueError, match="c: several arrays would become it: 'a', 'b'"):

@@ -349,6 +349,14 @@ class DirectedRename:
         assert match is not None
         return match.groupdict()
 
+    def lost_separator(self, values: Mapping[str, str]) -> str:
+        """Return the separator that stands in place of one of which nothing tells; "" if none."""
+        if self.forward is None or self._separator:
+            return ""
+        many = [values[key] for key, each in self._made.fields.items() if each.is_many]
+        placed = self.forward._separator
+        return placed if placed and any(placed in text for text in many) else ""
+
     def words(self, axis: str) -> tuple[str, ...]:
         """Return the words of an axis along which it stacks, or takes apart."""
         fields = self._found.fields if axis in self._found.fields else self._made.fields

@@ -297,6 +297,11 @@ def _check_back(record: DirectedRename, name: str, values: Mapping[str, str], ma
                 f"it would become {made!r}, which {record.rename!r} does not turn into this path "
                 "again; put something between the fields that tells them apart"
             )
+        if separator := record.lost_separator(values):
+            raise _MisfitError(
+                f"no name in renames tells what {separator!r} stands for; write it into one, as in "
+                "'{first}.{rest*}'"
+            )
         first = dict.fromkeys(record.apart, 0)
         one, *others = (
             (record.path(texts, first), [texts[axis] for axis in record.stacked])
