@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from shardrules._base.dtypes import bits_of
 from shardrules._base.specs import tags_of
@@ -54,12 +54,26 @@ def unlike_copies(arrays: Iterable[jax.Array]) -> list[Unlike | None]:
         sharding: Any = array.sharding
         shardings.append(sharding)
         is_apart = memory_apart(sharding) is not None
-        near = NamedSharding(sharding.mesh, sharding.spec) if is_apart else sharding
+        near = _near(array) if is_apart else array
         with jax.set_mesh(sharding.mesh):  # shard_map takes no other mesh than that in force
-            rows.append(_checksums_of(near)(jax.device_put(array, near) if is_apart else array))
+            rows.append(_checksums_of(near.sharding)(near))
         if is_apart:  # of what may not fit on the devices, one at a time
             jax.block_until_ready(rows[-1])
     return list(map(_unlike, shardings, jax.device_get(rows)))
+
+
+def _near(array: jax.Array) -> jax.Array:
+    """Copy an array to the devices' default memory, shard by shard.
+
+    JAX 0.7 moves no replicated array of several processes as a whole.
+    """
+    sharding: Any = array.sharding
+    shards = [
+        jax.device_put(shard.data, SingleDeviceSharding(shard.device))
+        for shard in array.addressable_shards
+    ]
+    near = NamedSharding(sharding.mesh, sharding.spec)
+    return jax.make_array_from_single_device_arrays(array.shape, near, shards)
 
 
 def _copied_axes(sharding: NamedSharding) -> list[str]:
@@ -89,7 +103,7 @@ def _unlike(sharding: NamedSharding, rows: Any) -> Unlike | None:
 
 
 @lru_cache(maxsize=_PROGRAMS)
-def _checksums_of(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+def _checksums_of(sharding: Any) -> Callable[[jax.Array], jax.Array]:
     """Make the program that gives all devices the checksums of each, in the mesh's order."""
     mesh = sharding.mesh
     of_shards = jax.shard_map(
