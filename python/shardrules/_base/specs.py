@@ -261,6 +261,16 @@ def with_axes_split(spec: _Spec, parts: Mapping[str, tuple[str, ...]]) -> _Spec:
     return with_tags(entries, tags) if tags else with_entries(spec, entries)  # type: ignore[return-value]
 
 
+def few_heads_advice(heads: int, axis: str, devices: int) -> str:
+    """Return how so few heads are shared along an axis; "" if they cannot be shared evenly."""
+    if not 1 < heads < devices or devices % heads:
+        return ""
+    return (
+        f"put kv={heads}, rep={devices // heads} in the mesh in place of {axis}={devices}: "
+        f"rules.with_axes({{{axis!r}: ('kv', 'rep')}}) and Correction(indivisible='prefix')"
+    )
+
+
 def checked_parts(axes: Mapping[str, Any], named: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Return the axes that others are made of, for `with_axes` of rules that name axes."""
     check_type("axes", axes, Mapping, "a dict such as {'tp': ('kv', 'rep')}")

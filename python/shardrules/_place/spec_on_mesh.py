@@ -16,6 +16,7 @@ from shardrules._base.specs import (
     entries_of,
     entry_axes,
     entry_of,
+    few_heads_advice,
     is_unconstrained,
     partition_spec,
     spec_shown,
@@ -394,16 +395,6 @@ class SpecOnMesh:
     def _sizes_shown(self, lost: LostAxes) -> str:
         present = [axis for axis in self._axes[lost.dim] if axis in self.axis_sizes]
         return " * ".join(f"{axis}={self.axis_sizes[axis]}" for axis in present)
-
-
-def few_heads_advice(heads: int, axis: str, devices: int) -> str:
-    """Return how so few heads are shared along an axis; "" if they cannot be shared evenly."""
-    if not 1 < heads < devices or devices % heads:
-        return ""
-    return (
-        f"put kv={heads}, rep={devices // heads} in the mesh in place of {axis}={devices}: "
-        f"rules.with_axes({{{axis!r}: ('kv', 'rep')}}) and Correction(indivisible='prefix')"
-    )
 
 
 def _lost_axes_shown(axes: tuple[str, ...]) -> str:

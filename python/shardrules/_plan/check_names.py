@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, Final
 
-from shardrules._base.specs import entries_of, entry_axes
+from shardrules._base.specs import entries_of, entry_axes, few_heads_advice
 from shardrules._base.text import SLIP, and_more, counted, nearest
-from shardrules._place.spec_on_mesh import few_heads_advice
 from shardrules._plan.axis_uses import is_gathered
 from shardrules._plan.check_context import (
     CheckContext,
