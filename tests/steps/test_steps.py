@@ -65,7 +65,6 @@ MISSED = {
         "outputs are summed in every tick",
     },
     "attention by a ring": {
-        "outputs are sent back and forth",
         "keys and values are gathered",
         "attention without a ring",
         "scores are cut over keys",

@@ -72,6 +72,7 @@ REASONS: Final[dict[str, Cause]] = {
         "an argument, sharded otherwise where it is used",
         "plan it to be sharded as it is used{line}",
     ),
+    "back": Cause("sent back to where it came from", "leave out both transfers{line}"),
     "microbatch": Cause(
         "a gradient, summed in every micro-batch",
         "sum the gradients of the micro-batches on each device, and over devices once behind the "

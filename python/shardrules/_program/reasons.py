@@ -280,6 +280,15 @@ class Row:
         return not self.axes.isdisjoint(self.reasons.batch_axes)
 
     @property
+    def is_sent_back(self) -> bool:
+        """True if each device sends what it has just got to where that came from."""
+        source = self._values.lines[self._facts.source_of(self.operand)]
+        if source.opcode.removesuffix("-start") != self.kind:
+            return False
+        pairs = self._values.hlo.groups(source.attributes)
+        return {*self.exchange.op.groups} == {(target, sender) for sender, target in pairs}
+
+    @property
     def is_training(self) -> bool:
         return self._values.hlo.has_gradients
 
@@ -571,6 +580,7 @@ _TABLE: Final[Mapping[str, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
     ),
     "collective-permute": (
         ("small", lambda row: row.is_small),
+        ("back", lambda row: row.is_sent_back),
         ("called", lambda row: row.is_called),
         ("parts", lambda row: not row.op_name),
         ("batch", lambda row: row.is_batch),

@@ -27,7 +27,6 @@ SEEDS = [*FEW, *(pytest.param(seed, marks=pytest.mark.slow) for seed in MANY)]
 UNLIKE = {
     44: "XLA gathers none of what is zero",
     113: "a quarter of 96 is one of 12 x 8 and one of 8 x 12: for us these are two classes",
-    121: "an array has a class twice: the layout cuts the first dimension, XLA the second",
     122: "XLA cuts an array by what a slice of it is added to, and exchanges rows for it",
 }
 
