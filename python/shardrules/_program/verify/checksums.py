@@ -85,16 +85,17 @@ def _copied_axes(sharding: NamedSharding) -> list[str]:
 def _unlike(sharding: NamedSharding, rows: Any) -> Unlike | None:
     """Find the copies with other checksums, of which there is a row for each device."""
     mesh = sharding.mesh
-    sums = np.reshape(rows, (*mesh.devices.shape, -1))
+    placed: Any = mesh.devices
+    sums = np.reshape(rows, (*placed.shape, -1))
     copied = [mesh.axis_names.index(axis) for axis in _copied_axes(sharding)]
     # Whatever their place on the axes that cut the array, copies are along the others.
-    first = tuple(slice(0, 1) if i in copied else slice(None) for i in range(mesh.devices.ndim))
+    first = tuple(slice(0, 1) if i in copied else slice(None) for i in range(placed.ndim))
     is_unlike = (sums != sums[first]).any(-1)
     if not is_unlike.any():
         return None
     has_unlike = is_unlike.any(tuple(copied), keepdims=True)
     along = [i for i in copied if (sums != sums.take([0], i)).any()]
-    devices, firsts = mesh.devices[is_unlike], mesh.devices[first][has_unlike]
+    devices, firsts = placed[is_unlike], placed[first][has_unlike]
     return Unlike(
         tuple(device.id for device in devices),
         tuple(device.id for device in firsts),
