@@ -78,6 +78,13 @@ def check_real(name: str, value: object) -> None:
     check_type(name, value, Real, "a number")
 
 
+def check_share(name: str, value: Any, example: str) -> None:
+    """Check that the value is a part of something: a finite number that is not negative."""
+    check_real(name, value)
+    if isinstance(value, bool) or not 0 <= value < inf:
+        raise ValueError(f"{name} is {value}; it must be a share such as {example}")
+
+
 def check_bytes(name: str, value: object) -> None:
     check_type(name, value, Real, "a number of bytes, such as 95e9")
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple, get_args
 
 from msgspec import Meta
 
-from shardrules._base.arguments import check_choice, check_real, integer
+from shardrules._base.arguments import check_choice, check_share, integer
 from shardrules._base.io import parse_json
 from shardrules._base.mesh_sizes import checked_sizes
 from shardrules._base.text import and_more, bytes_shown, counted, mesh_shown, shown
@@ -144,9 +143,7 @@ def compared(
     now: Costs, before: Costs, rows: Sequence[Collective], tolerance: float, name: str
 ) -> Findings:
     """Find what has grown, and what has shrunk."""
-    check_real("tolerance", tolerance)
-    if isinstance(tolerance, bool) or not 0 <= tolerance < math.inf:
-        raise ValueError(f"tolerance is {tolerance}; it must be a share such as 0.02")
+    check_share("tolerance", tolerance, "0.02")
     findings = list(_changes(now, before, rows, tolerance, name))
     versions = ((key, before.versions.get(key, "?"), new) for key, new in now.versions.items())
     changed = [f"{key} {old} -> {new}" for key, old, new in versions if old != new]

@@ -20,7 +20,7 @@ import numpy as np
 from jax import tree_util
 from jax.sharding import AbstractMesh, Mesh
 
-from shardrules._base.arguments import check_real, check_type
+from shardrules._base.arguments import check_share, check_type
 from shardrules._base.text import (
     bytes_shown,
     counted,
@@ -137,9 +137,7 @@ def rehearse(
     if not callable(step_on):
         raise TypeError(f"step_on is {shown(step_on)}; it must be a function of a mesh")
     if rtol is not None:
-        check_real("rtol", rtol)
-        if isinstance(rtol, bool) or not 0 <= rtol < np.inf:
-            raise ValueError(f"rtol is {rtol}; it must be a share such as 1e-5")
+        check_share("rtol", rtol, "1e-5")
     if args is not None:
         check_type("args", args, tuple, "the arguments of the step, as a tuple")
     asked = as_mesh(mesh, "mesh")

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardrules._base.specs import entry_axes
 from shardrules._program.jax_names import CompilerInput, run_module
 
 Avals = Sequence[tuple[str, Sequence[int]]]
@@ -119,7 +120,7 @@ def joined(shards: list[Any], spec: Any, mesh: Mesh) -> tuple[Any, Any]:
         The array; its index there, and the axes between the two devices; or None.
     """
     local = shards[0].shape
-    cuts = [prod(mesh.shape[axis] for axis in axes_of(dim)) for dim in spec]
+    cuts = [prod(mesh.shape[axis] for axis in entry_axes(dim)) for dim in spec]
     shape = tuple(map(prod, zip(local, [*cuts, *[1] * (len(local) - len(cuts))], strict=True)))
     index_of = NamedSharding(mesh, spec).devices_indices_map(shape)
     whole, unlike = np.zeros(shape, shards[0].dtype), None
@@ -138,11 +139,6 @@ def joined(shards: list[Any], spec: Any, mesh: Mesh) -> tuple[Any, Any]:
             axes = [axis for axis, a, b in zip(mesh.axis_names, one, two, strict=True) if a != b]
             unlike = [int(a + b) for a, b in zip(place, starts, strict=True)], axes
     return whole, unlike
-
-
-def axes_of(dim: Any) -> tuple[str, ...]:
-    """Return the mesh axes of a dimension of a spec."""
-    return () if dim is None else dim if isinstance(dim, tuple) else (dim,)
 
 
 def write(file: Path, arrays: Sequence[Any]) -> None:
