@@ -1,6 +1,6 @@
 """Proves a step of Llama 3.1 405B for 512 TPUs v5p, on a machine that has none of them.
 
-    pip install 'shardrules[tpu]'
+    pip install '.[tpu]'  # in a clone
     shardrules prove examples.prove_405b:step_on --on v5p:8x8x8 --mesh fsdp=64,tp=8
 
 `step_on` takes the mesh of described devices, and returns the step, its arguments, and what is

@@ -463,7 +463,7 @@ def test_init_of_a_step_takes_its_mesh_and_rules(step):
 
 def test_init_of_a_step_on_its_mesh_needs_no_compiler(step, monkeypatch):
     def absent(_):
-        raise ImportError("libtpu is not installed: pip install 'shardrules[tpu]'")
+        raise ImportError("libtpu is not installed: pip install 'jax[tpu]'")
 
     monkeypatch.setattr(sr.Topology, "devices", property(absent))
     words = ("init", "step_to_start:needs_rules", "--on", "v5e:2x2", "--mesh")

@@ -57,7 +57,7 @@ def test_without_the_plugin_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in missing else find(name)
     )
-    with pytest.raises(ImportError, match=r"pip install 'shardrules\[gpu\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'jax\[cuda12-local\]'"):
         sr.Topology("h100:3").mesh(fsdp=3)
 
 

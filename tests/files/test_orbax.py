@@ -155,4 +155,4 @@ def test_a_damaged_or_unreadable_checkpoint(tmp_path, monkeypatch):
     (tmp_path / "_METADATA").write_text('{"tree_metadata": {"a": {"key_metadata": []}}}')
     assert "orbax cannot read the checkpoint's metadata" in message(read_arrays, tmp_path)
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    assert "; pip install 'shardrules[orbax]'" in message(read_arrays, tmp_path)
+    assert "; pip install orbax-checkpoint" in message(read_arrays, tmp_path)

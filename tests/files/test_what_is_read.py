@@ -155,7 +155,7 @@ def test_what_is_not_there(read, source, expected):
 @READS
 def test_a_url_without_fsspec(read, monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(sr.FileError, match=r"pip install 'shardrules\[remote\]', and for gs:"):
+    with pytest.raises(sr.FileError, match=r"pip install fsspec, and for gs:"):
         read("gs://bucket/model")
 
 

@@ -71,7 +71,7 @@ def command_line(directory: Path) -> None:
         (directory / "_METADATA").write_text('{"tree_metadata": {}}')
         refused = _run("plan", str(directory), *on_mesh)
         assert refused.returncode == 2
-        assert "pip install 'shardrules[orbax]'" in refused.stderr
+        assert "pip install orbax-checkpoint" in refused.stderr
 
 
 def _run(*args: str) -> subprocess.CompletedProcess[str]:

@@ -81,7 +81,7 @@ def test_without_the_compiler_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name)
     )
-    with pytest.raises(ImportError, match=r"pip install 'shardrules\[tpu\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'jax\[tpu\]'"):
         topology.mesh(fsdp=16)
 
 

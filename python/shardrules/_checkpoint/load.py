@@ -90,7 +90,7 @@ def load(
             one: numbers, arrays, and functions of shape and dtype such as `jax.numpy.zeros`. A
             value stands for all leaves below its path, too. The log lists what is made. Default: a
             missing leaf is an error.
-        progress: True for a bar, which needs `shardrules[cli]`; or a function, which is called with
+        progress: True for a bar, which needs rich; or a function, which is called with
             the bytes read so far and those that this process will read. Default: neither.
         max_bytes_in_flight: Maximum bytes of the host's memory for what has been read and is not on
             devices yet. Default: 2 GiB, or more if an array's part on one device takes more.
@@ -286,7 +286,7 @@ def checked_progress(progress: object) -> bool | Progress | None:
         except ImportError as error:
             raise ImportError(
                 f"progress: the bar needs rich, which cannot be imported here ({error}); "
-                "pip install 'shardrules[cli]', or give a function"
+                "pip install rich, or give a function"
             ) from error
         return True
     if progress is None or progress is False:

@@ -88,7 +88,7 @@ def read_model(
 
     Args:
         path: A safetensors file, the index of several, a directory of them, an orbax checkpoint
-            (which needs `shardrules[orbax]`), or a JSON manifest, also gzipped:
+            (which needs orbax), or a JSON manifest, also gzipped:
             `{"params": [["name", [4096, 128], "BF16"], ...]}`. `-` is a manifest on standard input.
         nested: Whether names are split into the levels of a tree. Default: at `/`, as orbax has
             them; names with dots stay whole, as `safetensors.flax.load_file` has them. True splits

@@ -64,7 +64,7 @@ def read_checkpoint(directory: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
     except ImportError as error:
         raise FileError(
             f"{directory}: this is a checkpoint of orbax, which cannot be imported here ({error}); "
-            "pip install 'shardrules[orbax]'"
+            "pip install orbax-checkpoint"
         ) from error
     handler = PyTreeCheckpointHandler()
     try:

@@ -54,9 +54,7 @@ def parse_yaml(path: Path, data: bytes) -> Any:
     try:
         import yaml  # type: ignore[import-untyped]
     except ModuleNotFoundError:
-        raise FileError(
-            f"{path}: reading YAML needs PyYAML; install it with: pip install 'shardrules[yaml]'"
-        ) from None
+        raise FileError(f"{path}: reading YAML needs PyYAML; pip install pyyaml") from None
     try:
         return _loader(yaml, _MOST_MERGED + len(data))(data).get_single_data()
     except yaml.MarkedYAMLError as error:

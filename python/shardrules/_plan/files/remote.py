@@ -15,8 +15,7 @@ from shardrules._base.io import FileError
 
 _CHECK: Final = "check the URL, your credentials and the connection"
 _INSTALL: Final = (
-    "pip install 'shardrules[remote]', and for gs:// gcsfs, for s3:// s3fs, for hf:// "
-    "huggingface_hub"
+    "pip install fsspec, and for gs:// gcsfs, for s3:// s3fs, for hf:// huggingface_hub"
 )
 
 

@@ -100,7 +100,7 @@ def read_rules(
 
     Args:
         path: A .toml file; a JSON file, which may be gzipped; or MaxText's .yml or .yaml, which
-            needs `shardrules[yaml]`.
+            needs PyYAML.
         more: Files that are merged over it, as configurations are: of a key that several have, the
             last one's value counts, also of the rules. `RuleFile.unread` says which rules do not.
         dialect: The dialect. Default: the file's, or else eformer's; for logical rules linen, or in

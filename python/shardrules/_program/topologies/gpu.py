@@ -91,7 +91,7 @@ class Hosts:
         if not has_plugin():
             raise ImportError(
                 "the compiler for CUDA is JAX's plugin, which is not installed: pip install "
-                "'shardrules[gpu]', which needs neither a GPU nor NVIDIA's libraries"
+                "'jax[cuda12-local]', which needs neither a GPU nor NVIDIA's libraries"
             )
         config = target_config(self.hardware)
         sizes = f"{self.shape[1]}x1x{self.shape[0]}"
@@ -103,7 +103,7 @@ class Hosts:
             raise ImportError(
                 "JAX has not loaded its plugin for CUDA: without a GPU set JAX_PLATFORMS=cpu in "
                 "the environment, before JAX starts; and the plugin must be of jaxlib's version, "
-                f"{version('jaxlib')}: pip install 'shardrules[gpu]'. JAX says: {error}"
+                f"{version('jaxlib')}: pip install 'jax[cuda12-local]'. JAX says: {error}"
             ) from error
         return tuple(topology.devices)
 

@@ -46,8 +46,8 @@ class Topology:
     """Slices of TPUs or hosts of GPUs: a mesh of them, for which their compiler runs here.
 
     Nothing is read from a network, and no backend starts. Meshes need the compiler: for TPUs that
-    of the package libtpu, `pip install 'shardrules[tpu]'`; for GPUs JAX's plugin for CUDA,
-    `pip install 'shardrules[gpu]'`, and without a GPU JAX_PLATFORMS=cpu in the environment.
+    of the package libtpu, `pip install 'jax[tpu]'`; for GPUs JAX's plugin for CUDA,
+    `pip install 'jax[cuda12-local]'`, and without a GPU JAX_PLATFORMS=cpu in the environment.
 
     Args:
         name: The kind and its chips along each dimension: "v5p:8x8x8", "v5e:4x4", "v6e:16x16",

@@ -265,7 +265,7 @@ def libtpu_environment() -> Iterator[None]:
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError(
             "the TPU's compiler is in the package libtpu, which is not installed: pip install "
-            "'shardrules[tpu]' (Google's terms: https://pypi.org/project/libtpu)"
+            "'jax[tpu]' (Google's terms: https://pypi.org/project/libtpu)"
         )
     missing = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(missing)
