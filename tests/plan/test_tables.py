@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardrules._plan.tables import Column, Table, elided
+from shardrules._plan.answers import Column, Table, elided
 
 COLUMNS = [
     Column("path", is_elided=True),

@@ -16,8 +16,8 @@ from shardrules._cli.process import is_quiet
 from shardrules._plan.findings import finding_lines, github_commands
 
 if TYPE_CHECKING:
+    from shardrules._plan.answers import Table
     from shardrules._plan.findings import Findings
-    from shardrules._plan.tables import Table
 
 _STYLES: Final[dict[str, dict[str, Any]]] = {
     "error": {"fg": "red", "bold": True},

@@ -1,12 +1,123 @@
-"""`Answer`: rows with lines above and below, as text, JSON and HTML; its slices keep the lines."""
+"""`Table` of texts; `Answer`: rows with lines above and below, whose slices keep the lines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, ClassVar, NamedTuple, Self, SupportsIndex, TypeVar, overload
+import re
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Final, NamedTuple, Self, SupportsIndex, TypeVar, overload
 
-from shardrules._base.text import answer, printable_json, printable_lines
-from shardrules._plan.tables import Table
+from shardrules._base.text import (
+    and_more,
+    answer,
+    coloured,
+    printable,
+    printable_json,
+    printable_lines,
+)
+
+# Wider cells, such as names of a megabyte, stand out of their column: all others are not padded.
+_WIDEST: Final = 200
+# Of a path; a cell that is elided keeps so many characters.
+_WORDS: Final = re.compile(r"[^/]*/|[^/]+")
+_LEAST_CELL: Final = 24
+
+
+class Column(NamedTuple):
+    """Column of a table."""
+
+    head: str
+    is_right: bool = False
+    is_elided: bool = False
+    """Whether long cells lose their middle where lines must be narrow."""
+    is_optional: bool = False
+    """Whether it goes where lines must be narrow, the last one first."""
+
+
+class Table:
+    """Table of texts, as aligned lines or HTML."""
+
+    def __init__(self, columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
+        self.columns = [*columns]
+        self.rows = [*rows]
+
+    def lines(self) -> list[str]:
+        """Return the heads and a line for each row, in aligned columns."""
+        widths = self._widths()
+        return [
+            "  ".join(
+                text.rjust(width) if column.is_right else text.ljust(width)
+                for text, column, width in zip(line, self.columns, widths, strict=True)
+            ).rstrip()
+            for line in ([column.head for column in self.columns], *self.rows)
+        ]
+
+    def html(self, caption: str, last: str = "", most: int | None = None) -> str:
+        """Return an HTML table, with a last line if there is one; texts are escaped."""
+        from html import escape
+
+        def line(tag: str, cells: Iterable[str]) -> str:
+            marked = (f"<{tag}>{coloured(printable(cell))}</{tag}>" for cell in cells)
+            return f"<tr>{''.join(marked)}</tr>"
+
+        rows = self.rows[:most]
+        if more := and_more(len(self.rows), len(rows), "row"):
+            last = f"{more[0]}; print shows them"
+        body = "".join(line("td", row) for row in rows)
+        if last:
+            body += f'<tr><td colspan="{len(self.columns)}">{escape(printable(last))}</td></tr>'
+        return (
+            f"<table>{f'<caption>{escape(printable(caption))}</caption>' if caption else ''}"
+            f"<thead>{line('th', (column.head for column in self.columns))}</thead>"
+            f"<tbody>{body}</tbody></table>"
+        )
+
+    def narrow(self, width: int) -> Table:
+        """Return the table for lines of this width, without columns and middles that lack room."""
+        columns, rows = self.columns, self.rows
+        least = [
+            min(size, _LEAST_CELL) if column.is_elided else size
+            for column, size in zip(columns, self._widths(), strict=True)
+        ]
+        kept = [*range(len(columns))]
+        for number in reversed(range(len(columns))):
+            if columns[number].is_optional and _line_width(least[n] for n in kept) > width:
+                kept.remove(number)
+        for number in kept:
+            if columns[number].is_elided:
+                others = _line_width(least[n] for n in kept) - least[number]
+                room = max(width - others, least[number])
+                rows = [
+                    [*row[:number], elided(row[number], room), *row[number + 1 :]] for row in rows
+                ]
+        return Table([columns[n] for n in kept], ([row[n] for n in kept] for row in rows))
+
+    def _widths(self) -> list[int]:
+        lines = ([column.head for column in self.columns], *self.rows)
+        return [min(_WIDEST, max(map(len, cells))) for cells in zip(*lines, strict=True)]
+
+
+def _line_width(widths: Iterable[int]) -> int:
+    return sum(width + 2 for width in widths) - 2
+
+
+def elided(text: str, width: int) -> str:
+    """Return a path without its middle, between two words where that is possible."""
+    if len(text) <= width:
+        return text
+    room, start, end = width - 4, "", ""
+    words = deque(_WORDS.findall(text))
+    while words:
+        free = room - len(start) - len(end)
+        is_last = len(words[-1]) <= free and (len(end) <= len(start) or len(words[0]) > free)
+        if not is_last and len(words[0]) > free:
+            break
+        start, end = (start, words.pop() + end) if is_last else (start + words.popleft(), end)
+    if end:
+        return f"{start}.../{end}"
+    half = max(width - 3, 2) // 2  # a word is longer
+    return f"{text[:half]}...{text[-half:]}"
+
 
 _Row = TypeVar("_Row")
 

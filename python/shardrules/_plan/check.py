@@ -1,25 +1,61 @@
 """`Plan.check`: the coverage contract, which is that nothing is replicated or ignored silently.
 
-Each check is one function from a plan to findings; all run, and all is reported at once.
+Each check is one function from a plan to findings; all run, and all is reported at once. Here are
+those of rules: unmatched, dead and shadowed ones, specs that do not fit, unused mesh axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final, Literal
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from shardrules._base.arguments import check_choice
+from shardrules._base.specs import Entries, axes_in_tags
 from shardrules._base.text import counted, mesh_shown
-from shardrules._plan import check_leaves, check_names, check_rules
-from shardrules._plan.check_context import CHECKS, KINDS, CheckContext
-from shardrules._plan.findings import LEVELS, CheckKind, Declared, FindingKind, Findings, Level
-from shardrules._plan.kinds import DEFAULT_LARGE
+from shardrules._plan import check_leaves, check_names
+from shardrules._plan.check_context import (
+    CHECKS,
+    KINDS,
+    CheckContext,
+    added_rule,
+    check_of,
+    finding,
+    leaves_in,
+    only_one,
+    renamed_axes,
+    rules_listed,
+)
+from shardrules._plan.check_leaves import advice
+from shardrules._plan.findings import (
+    LEVELS,
+    CheckKind,
+    Declared,
+    Finding,
+    FindingKind,
+    Findings,
+    Level,
+    at_stake,
+)
+from shardrules._plan.fold import Folded
+from shardrules._plan.kinds import (
+    DEFAULT_LARGE,
+    Kind,
+    Loss,
+    axes_named,
+    could_cut,
+    is_replicated,
+    placement_shown,
+    refusal_of,
+)
 
 if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
 
-_MODULES: Final = (check_leaves, check_rules, check_names)
-"""Each registers its checks with `check_of`."""
+_MODULES: Final = (check_leaves, check_names)
+"""Each registers its checks with `check_of`, as this one does."""
 
 
 def run_checks(
@@ -49,3 +85,355 @@ def run_checks(
     off = ", ".join(kind for kind, level in new_levels.items() if level == "off")
     scope = f"{counts}, on {mesh_shown(plan.axis_sizes) or 'one device'}"
     return Findings(findings, f"{scope}; not looked for: {off}" if off else scope)
+
+
+# A number that ends a name, as in w1 and w2, is a part of the name.
+_NUMBERS_OF_SIBLINGS: Final = re.compile(r"(?<![A-Za-z0-9])[0-9]+")
+
+
+# Logical rules are often for other trees as well: see `dead_names`.
+@check_of("dead", "warning, info", "rules that match no leaf; info for logical rules",
+          rules_of="paths")  # fmt: skip
+def dead_rules(context: CheckContext) -> Iterator[Finding]:
+    for rule in context.dead:
+        message = f"{context.rule(rule)} matches no leaf"
+        yield finding("dead", message, "correct the pattern, or remove the rule", rule=rule)
+
+
+# Later logical rules for a name are for where the first does not fit.
+@check_of("shadowed", "warning", "rules that match leaves, all of which earlier rules win",
+          rules_of="paths")  # fmt: skip
+def shadowed_rules(context: CheckContext) -> Iterator[Finding]:
+    coverage = context.plan.coverage
+    for rule, winners in coverage.shadowed.items():
+        if rule in context.catch_alls:  # it is to win nothing
+            continue
+        leaves, first = coverage.matched[rule], rules_listed([*winners])
+        is_first = context.path_rules and context.path_rules.dialect.precedence == "first"
+        yield finding(
+            "shadowed",
+            f"{context.rule(rule)} matches {counted(leaves, 'leaf')}, but wins none: {first} came "
+            "first",
+            f"{f'move it before {first}' if is_first else 'make the patterns exclude each other'}"
+            ", or remove it",
+            rule=rule,
+            leaves=leaves,
+        )
+
+
+@check_of("siblings", "warning", "leaves that differ only in numbers, with different specs")
+def siblings(context: CheckContext) -> Iterator[Finding]:
+    plan = context.plan
+    arrays = [(kind.shape, str(kind.dtype)) for kind in context.kinds]
+    if len(set(arrays)) == len(arrays):
+        return
+    spec_of = ["none" if kind.spec is None else placement_shown(kind) for kind in context.kinds]
+    specs_of: dict[Any, set[str]] = defaultdict(set)
+    for array, spec in zip(arrays, spec_of, strict=True):
+        specs_of[array].add(spec)
+    groups: dict[Any, list[Folded]] = defaultdict(list)
+    for part in plan.folded:
+        array = arrays[part.group]
+        if len(specs_of[array]) > 1:
+            template = _NUMBERS_OF_SIBLINGS.sub("#", plan.paths[part.rows[0]])
+            groups[template, array].append(part)
+    for folded in groups.values():
+        specs = dict.fromkeys(spec_of[part.group] for part in folded)
+        if len(specs) > 1:
+            rules = rules_listed(context.rules_of(folded))
+            yield finding(
+                "siblings",
+                f"{counted(leaves_in(folded), 'leaf')} that differ only in numbers get "
+                f"{len(specs)} specs, {' and '.join(specs)}" + (f", by {rules}" if rules else ""),
+                "let one rule match them all, or see why the patterns tell them apart",
+                folded,
+                mend=added_rule(plan, folded, opens_numbers=True),
+            )
+
+
+@check_of("uncut", "warning", "leaves that a mesh axis could cut, as it cuts others like them")
+def uncut(context: CheckContext) -> Iterator[Finding]:
+    """Leaves that a mesh axis could cut as it cuts others like them, but does not.
+
+    Others are like a leaf if they have no more dimensions: an axis for the experts of a mixture
+    alone says nothing about matrices, but one for matrices does about experts.
+    """
+    plan = context.plan
+    # ZeRO-1 cuts optimizer state by axes that do not cut parameters.
+    state = {int(plan.kind_of[row]) for row in plan._leaves.rows_by_role.optimizer}
+    for axis, size in context.sizes.items():
+        folded = context.undeclared(context.folded_kinds(_forgotten(context, axis, state)))
+        cost = _saved_by(context, size, folded)
+        if not context.is_much(cost):
+            continue
+        rules = context.rules_of(folded)
+        where = "a rule for one of their names" if context.path_rules is None else "the spec"
+        yield finding(
+            "uncut",
+            f"the mesh axis {axis!r} could cut {counted(leaves_in(folded), 'leaf')} "
+            f"({context.rules(rules) or 'no rule'}), as it cuts others like them, but does not: "
+            f"it costs {at_stake(cost)}",
+            f"name {axis!r} in {where}, or declare them replicated",
+            folded,
+            rule=only_one(rules),
+            bytes=cost,
+            mend=added_rule(plan, folded),
+        )
+
+
+def _forgotten(context: CheckContext, axis: str, state: set[int]) -> set[int]:
+    """Find the kinds that this axis does not cut, though it cuts others like them.
+
+    Parameters are like parameters, and optimizer state, `state`, is like optimizer state.
+    """
+    sizes, counts = context.sizes, context.plan.counts.tolist()
+    cut: dict[tuple[bool, int], int] = defaultdict(int)
+    for number, kind in enumerate(context.kinds):
+        if axis in axes_named(kind.spec) and sizes[axis] > 1:
+            cut[number in state, len(kind.shape or ())] += kind.bytes * counts[number]
+    if not cut:
+        return set()
+    return {
+        number
+        for number, kind in enumerate(context.kinds)
+        if could_cut(axis, kind, sizes)
+        # What is replicated, or has lost the axis, is reported as that.
+        and not is_replicated(kind, sizes)
+        and axis not in axes_named(kind.wanted)
+        and context.large
+        <= sum(
+            size
+            for (in_state, rank), size in cut.items()
+            if in_state == (number in state) and rank <= len(kind.shape or ())
+        )
+    }
+
+
+def _saved_by(context: CheckContext, parts: int, folded: list[Folded]) -> int:
+    """Return the bytes on the fullest device that a cut of these leaves into parts would save."""
+    held = [(context.kinds[part.group].device_bytes, len(part.rows)) for part in folded]
+    return sum([(most - most // parts) * leaves for most, leaves in held])
+
+
+@check_of(
+    "unused-axis",
+    "warning, info",
+    "mesh axes that cut no leaf and are not declared to be for data; info if little could be "
+    "saved by them, or only rules for no leaf name them",
+)
+def unused_axes(context: CheckContext) -> Iterator[Finding]:
+    plan, kinds = context.plan, context.kinds
+    # Locks know rules alone.
+    specs = [plan._spec_of_rule(rule) for kind in kinds for rule in kind.deciders]
+    requested = [kind.wanted for kind in kinds]
+    named = frozenset().union(*map(axes_named, dict.fromkeys([*specs, *requested])))
+    # An axis that leaves lose, or that a misspelt one means, is reported as a correction.
+    losses = [loss for kind in kinds for loss in kind.losses]
+    lost = {a for loss in losses for a in (*loss.axes, *loss.beside, *loss.meant)}
+    for axis, dead in context.dead_rules_of.items():
+        if axis in context.data_axes or axis in lost:
+            continue
+        size = context.sizes[axis]
+        could = context.folded([could_cut(axis, kind, context.sizes) for kind in kinds])
+        cost = _saved_by(context, size, context.undeclared(could))
+        costs, fix = f"everything is held {size} times along it", "name it in a rule"
+        if axis in named:
+            costs, fix, cost = f"{costs}, though rules name it", "`explain` a path to see why", 0
+        elif dead:
+            costs += f"; it is named only by {context.rules(dead)}, which no leaf meets"
+            fix = "correct the rule" if len(dead) == 1 else "correct the rules"
+        alone = dead if axis not in named else []
+        is_told = alone and _are_for_others(context)
+        is_warning = context.is_much(cost) and not is_told
+        # Where a rule should name the axis, the declaration would only hide that.
+        is_for_data = not (is_warning or dead or axis in named)
+        yield finding(
+            "unused-axis",
+            f"the mesh axis {axis!r} cuts no leaf: {costs}",
+            f"{fix}; or declare that it cuts data alone: data_axes=[{axis!r}]",
+            level="warning" if is_warning else "info",
+            rule=only_one(alone),
+            bytes=cost,
+            mend=f"data_axes=[{axis!r}]" if is_for_data else added_rule(plan, could),
+        )
+
+
+def _are_for_others(context: CheckContext) -> bool:
+    """Tell if rules for no leaf are known to be for no leaf, or are warned of themselves.
+
+    Logical rules are often for activations; unless leaves have names that no rule knows, or lack
+    some.
+    """
+    if context.path_rules is not None:
+        return True
+    names_of_rules = {None, *(name for name, _ in context.plan.rules)}
+    names = itertools.chain(*(kind.names or () for kind in context.kinds))
+    return not context.fewer_names and names_of_rules.issuperset(names)
+
+
+@check_of("unmatched", "error", "leaves that no rule matches")
+def unmatched(context: CheckContext) -> Iterator[Finding]:
+    folded = context.folded([kind.status == "unmatched" for kind in context.kinds])
+    if folded:
+        leaves, mend = counted(leaves_in(folded), "leaf"), added_rule(context.plan, folded)
+        example = f", such as {mend}" if mend else ""
+        yield finding(
+            "unmatched",
+            f"no rule matches {leaves} of {len(context.plan.paths):,}",
+            f"add rules for them{example}; or replicate them by a last rule ('.*', P())"
+            f"{advice(context, folded)}",
+            folded,
+            mend=mend,
+            bytes=context.device_bytes(folded),
+        )
+
+
+_Words = tuple[str, str]  # message and fix
+
+
+@check_of("misfit", "error", "leaves that cannot be sharded as their rule says")
+def misfits(context: CheckContext) -> Iterator[Finding]:
+    """Leaves whose rule does not fit, that several rules claim, or whose spec JAX refuses."""
+    words = [[*_misfit_words(kind, context.plan)] for kind in context.kinds]
+    groups: dict[tuple[Any, _Words], list[Folded]] = defaultdict(list)
+    for part in context.folded(words):
+        for of_kind in words[part.group]:
+            groups[context.kinds[part.group].decided_by, of_kind].append(part)
+    for (_, (why, fix)), folded in groups.items():
+        kind, message = context.kinds[folded[0].group], why
+        if kind.status != "ambiguous":
+            who = "a spec" if kind.decided_by is None else context.who(kind)
+            verb = "placed" if kind.status == "placed" else f"applied to the shape {kind.shape}"
+            message = f"{who} cannot be {verb}: {why}"
+        yield finding(
+            "misfit",
+            message,
+            fix,
+            folded,
+            rule=kind.rule,
+            bytes=context.device_bytes(folded),
+            mend=added_rule(context.plan, folded),
+        )
+
+
+def _misfit_words(kind: Kind, plan: Plan) -> Iterator[_Words]:
+    """Yield message and fix of each reason why leaves of a kind are not placed.
+
+    Axes that the mesh lacks are reported so.
+    """
+    if kind.status == "ambiguous":
+        yield str(kind.message), f"{kind.fix}; `explain` a path to see which they are"
+    elif kind.status == "misfit":
+        errors = [loss for loss in kind.losses if loss.is_error]
+        others = [loss for loss in errors if loss.kind != "absent"]
+        if others:
+            yield refusal_of(others)
+        elif not errors:
+            yield str(kind.message), kind.fix or "change the rule, the mesh or the array"
+    elif kind.spec is not None and kind.shape is not None:
+        yield from refusals(kind, plan)
+
+
+def refusals(kind: Kind, plan: Plan) -> Iterator[_Words]:
+    """Yield message and fix of each reason why JAX makes no sharding of a kind's spec."""
+    spec = kind.spec if kind.spec is not None else Entries()
+    for axis in sorted(axes_named(spec) - plan.axis_sizes.keys()):
+        yield (
+            f"the mesh has no axis {axis!r}",
+            f"rename it, add it to the mesh, or declare it in the rules: optional_axes=[{axis!r}]",
+        )
+    for name, tagged in axes_in_tags(spec).items():
+        for axis in sorted({*tagged} - plan._mesh.explicit_axes):
+            lacks = "is not Explicit" if axis in plan.axis_sizes else "is no axis of the mesh"
+            yield (
+                f"{axis!r} is {name} and {lacks}",
+                f"give the mesh that axis with AxisType.Explicit, or leave {name} out",
+            )
+    if kind.shape is not None and len(spec) > len(kind.shape):
+        yield (
+            f"the spec has {counted(len(spec), 'entry')}, the array "
+            f"{counted(len(kind.shape), 'dimension')}",
+            "shorten the spec, or truncate it with Correction(rank='truncate')",
+        )
+
+
+@check_of("unknown-axis", "error", "axes that rules name and the mesh lacks")
+@check_of(
+    "correction",
+    "warning, info",
+    "axes of a rule's spec that leaves do not get, because of their shapes or the mesh; info if "
+    "that costs less than `large`, or if devices share single units",
+)
+def corrections(context: CheckContext) -> Iterator[Finding]:
+    """Axes of the rules' specs that leaves do not get; axes that the mesh lacks are errors."""
+    kinds = context.kinds
+    losses = [(is_unknown, [*pairs]) for is_unknown, pairs in _losses(context)]
+    costs = [sum([loss.bytes * len(part.rows) for part, loss in pairs]) for _, pairs in losses]
+    small = sum([cost for cost in costs if cost < context.large])
+    for (is_unknown, pairs), cost in zip(losses, costs, strict=True):
+        folded, first = [part for part, _ in pairs], pairs[0][1]
+        rules = sorted({rule for pair in pairs for rule in _deciding(context, *pair)})
+        who = context.rules(rules) or context.who(kinds[folded[0].group])
+        # The message has the size of the first.
+        shapes = {kinds[part.group].shape for part in folded}
+        is_like = len(shapes) > 1 and first.kind == "indivisible"
+        # Specs of others are given to JAX as they are.
+        is_refused = first.kind == "indivisible" and not context.plan._leaves.is_corrected
+        free = "; JAX refuses it" if is_refused else "" if is_unknown else "; costs nothing"
+        # What devices share is meant so, by the policy that has kept the other axes.
+        is_much = not first.is_shared and (cost >= context.large or context.matters(cost, small))
+        yield finding(
+            "unknown-axis" if is_unknown else "misfit" if is_refused else "correction",
+            f"{who}: {first.message}{', and the like' if is_like else ''}"
+            + (f"; costs {at_stake(cost)}" if cost else free),
+            first.fix,
+            folded,
+            level=None if is_much or is_unknown or is_refused else "info",
+            rule=only_one(rules),
+            bytes=cost,
+            mend=_mend_of_loss(context, first, folded, rules, is_unknown=is_unknown),
+        )
+
+
+def _losses(context: CheckContext) -> Iterator[tuple[bool, list[tuple[Folded, Loss]]]]:
+    """Yield the losses that are one finding, and whether the mesh lacks their axes unannounced."""
+    groups: dict[tuple[Any, ...], list[tuple[Folded, Loss]]] = defaultdict(list)
+    for part in context.folded([kind.losses for kind in context.kinds]):
+        kind = context.kinds[part.group]
+        optional = context.optional_axes_of(kind.rule)
+        for loss in kind.losses:
+            if kind.status != "placed" and loss.kind != "absent":
+                continue  # the misfit is the finding
+            is_unknown = loss.kind == "absent" and not optional.issuperset(loss.axes)
+            # An axis that the mesh lacks is one finding, however many rules name it.
+            key: tuple[Any, ...] = (kind.decided_by, loss.kind, loss.dim, loss.axes, loss.is_shared)
+            if loss.kind in ("absent", "optional"):
+                key = (loss.axes, loss.meant, loss.beside)
+            groups[is_unknown, *key].append((part, loss))
+    return ((is_unknown, pairs) for (is_unknown, *_), pairs in groups.items())
+
+
+def _deciding(context: CheckContext, folded: Folded, loss: Loss) -> tuple[int, ...]:
+    """Return the rules that ask for what is lost; of logical rules that of the dimension."""
+    kind = context.kinds[folded.group]
+    if kind.names is None:
+        return kind.deciders
+    lost = [
+        rule_loss.rule
+        for rule_loss in kind.lost_rules
+        if (rule_loss.dim, rule_loss.why) == (loss.dim, loss.kind)
+    ]
+    decided = [rule for rule in kind.dim_rules[loss.dim : loss.dim + 1] if rule is not None]
+    return tuple([*lost, *decided][:1])
+
+
+def _mend_of_loss(
+    context: CheckContext, loss: Loss, folded: list[Folded], rules: list[int], *, is_unknown: bool
+) -> str:
+    """Return the rule with the axis that was meant, or the argument that declares the loss."""
+    if is_unknown and not loss.meant:
+        return f"optional_axes={list(loss.axes)}"
+    if is_unknown and rules and context.path_rules is not None:
+        names = dict(zip(loss.axes, loss.meant, strict=False))
+        return renamed_axes(context.plan.rules[rules[0]], names)
+    return added_rule(context.plan, folded) if loss.kind in ("rank", "duplicate") else ""

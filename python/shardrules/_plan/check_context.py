@@ -1,24 +1,26 @@
-"""`CheckContext`: facts of a plan that several checks ask for; and the register of the checks."""
+"""What checks share: their register, facts of a plan that several ask for, and edits that mend."""
 
 from __future__ import annotations
 
+import ast
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from shardrules._base.rule_specs import Fsdp, rule_spec, rule_spec_shown
+from shardrules._base.rule_specs import Fsdp, RuleSpec, rule_spec, rule_spec_shown, rule_with_axes
 from shardrules._plan.findings import CheckKind, Declared, Finding, Level, compiled_replicated
-from shardrules._plan.fold import Folded, fold
+from shardrules._plan.fold import Folded, fold, runs_of
 from shardrules._plan.kinds import Kind, axes_named, axes_used, could_cut, is_replicated
 from shardrules._plan.leaves import UNMATCHED, first_rules
 from shardrules._plan.memory import by_class
+from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
-    from shardrules._rules.rules import Rules
 
 # A rule that matches these, and all leaves, matches whatever comes.
 _PROBES: Final = ("~", "\x01/\x02")
@@ -294,3 +296,78 @@ class CheckContext:
         if kind.rule is not None:
             return self.rule(kind.rule)
         return "no rule decides" if kind.names is None else f"the names {kind.names}"
+
+
+# Edits that mend a finding, as users write them. A pattern is tried on the paths of the plan before
+# it is given.
+
+# Numbers that a pattern lists, at most; more are left open.
+_MOST_NUMBERS: Final = 16
+
+
+def added_rule(plan: Plan, wanted: Sequence[Folded], *, opens_numbers: bool = False) -> str:
+    """Write a rule for the first of these leaves, to stand before all others.
+
+    P(...) stands for the spec to choose. Beside the first, the rule may match others that are
+    wanted. "" if there is no such pattern, or another rule matches where a single one may.
+
+    Args:
+        plan: The plan that the leaves are of.
+        wanted: Leaves that a finding is about.
+        opens_numbers: Whether the rule is for all that differ from the first in numbers alone.
+    """
+    rules, sources = plan._leaves.path_rules, plan.sources
+    if rules is None or not wanted:
+        return ""
+    path = sources[int(wanted[0].rows[0])]
+    if rules.dialect.precedence == "only" and rules.all_matches(path):
+        return ""
+    rows = {row for part in wanted for row in part.rows.tolist()}
+    firsts = [int(part.rows[0]) for part in plan.folded]
+    others = [sources[row] for row in firsts if row not in rows]
+    for pattern in _patterns(wanted[0].parts, opens_numbers):
+        rule = Rules([(pattern, ())], rules.dialect)
+        if rule.all_matches(path) and not any(map(rule.all_matches, others)):
+            return f"({_pattern_shown(pattern)}, P(...))"
+    return ""
+
+
+def _patterns(parts: Sequence[str], opens_numbers: bool) -> Iterator[str]:
+    r"""Yield patterns of these paths, the loosest first: \d+ stands for their numbers."""
+    texts = [re.escape(text).replace(r"\-", "-") for text in parts[::2]]
+    if opens_numbers:
+        texts = [re.sub("[0-9]+", r"\\d+", text) for text in texts]
+    regex = r"\d+".join(texts)
+    yield regex
+    yield f"^{regex}$"
+    if not opens_numbers:
+        listed = [*map(_numbers_listed, parts[1::2]), ""]
+        yield f"^{''.join(part for pair in zip(texts, listed, strict=True) for part in pair)}$"
+
+
+def _numbers_listed(numbers: str) -> str:
+    listed = [str(number) for run in runs_of(numbers.strip("{}")) for number in run]
+    return rf"({'|'.join(listed)})" if len(listed) <= _MOST_NUMBERS else r"\d+"
+
+
+def renamed_axes(rule: tuple[Any, Any], names: Mapping[str, str]) -> str:
+    """Write a rule with other names for its axes, to stand in its place.
+
+    "" if it says more than a spec, which the text would not.
+    """
+    pattern, spec = rule
+    if isinstance(spec, RuleSpec):
+        return ""
+    renamed = rule_with_axes(spec, {axis: (name,) for axis, name in names.items()})
+    return f"({pattern!r}, {rule_spec_shown(renamed)})"
+
+
+def _pattern_shown(regex: str) -> str:
+    """Write a regex as one does in Python."""
+    for written in (f"r'{regex}'", f'r"{regex}"'):
+        try:
+            if regex.isprintable() and ast.literal_eval(written) == regex:
+                return written
+        except (SyntaxError, ValueError):
+            pass
+    return repr(regex)

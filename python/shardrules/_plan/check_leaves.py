@@ -13,6 +13,7 @@ from shardrules._base.rule_specs import Fsdp, is_on_host
 from shardrules._base.text import bytes_shown, counted
 from shardrules._plan.check_context import (
     CheckContext,
+    added_rule,
     check_of,
     finding,
     leaves_in,
@@ -20,7 +21,6 @@ from shardrules._plan.check_context import (
     rules_listed,
 )
 from shardrules._plan.companions import LORA, QUANTIZED, Companion, base_path, fits_rank
-from shardrules._plan.edits import added_rule
 from shardrules._plan.findings import Finding, at_stake
 from shardrules._plan.fold import Folded, fold
 from shardrules._plan.following import dims_at

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -10,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import numpy as np
 from msgspec import Meta
 
-from shardrules._base.io import parse_json
+from shardrules._base.io import FileError, parse_json, read_bytes
 from shardrules._base.mesh_sizes import checked_sizes
 from shardrules._base.rule_specs import check_memory_kind
 from shardrules._base.specs import Entries, entries_of, entry_axes, spec_shown
@@ -31,7 +34,7 @@ from shardrules._plan.codec import (
     rules_of,
     spec_data,
 )
-from shardrules._plan.fingerprint import leaves_digest, plan_fingerprint, rules_digest
+from shardrules._plan.diff import leaves_digest, plan_fingerprint, rules_digest
 from shardrules._plan.fold import expanded, text_length
 from shardrules._plan.kinds import WITHOUT_RULE, Fit, Kind, dtype_shown, kind_of, problem_shown
 from shardrules._plan.leaves import (
@@ -42,7 +45,6 @@ from shardrules._plan.leaves import (
     Leaves,
     checked_type,
 )
-from shardrules._plan.lock_texts import checked_json, lines_of
 
 if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
@@ -55,6 +57,8 @@ MOST_LEAVES: Final = 10**6
 MOST_TEXT: Final = 10**8
 """Characters of all paths, non-ASCII ones escaped: to read so many takes 400 MB."""
 _FIX: Final = "; make the lock again with Plan.lock or shardrules plan --lock"
+# JSON's reader takes the two for the one character that they would stand for.
+_ADJACENT_SURROGATES: Final = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _PROBLEMS: Final = {"unmatched": UNMATCHED, "ambiguous": AMBIGUOUS}
 
 
@@ -276,3 +280,39 @@ def _read_kind(leaf_type: LeafType, leaf: _LeafTable, axis_sizes: dict[str, int]
         origin="a lock",
         memory_kind=leaf.memory_kind,
     )
+
+
+def checked_json(value: Any) -> str:
+    """Write a value as JSON in one line, if reading gives the same value."""
+    if _ADJACENT_SURROGATES.search(json.dumps(value, ensure_ascii=False)):
+        raise ValueError(
+            f"a lock cannot hold adjacent lone surrogates, as in {shown(value)}: give the leaf, "
+            "pattern or axis another name"
+        )
+    return json.dumps(value)
+
+
+def lines_of(head: Mapping[str, Any], **lists: Iterable[str]) -> str:
+    """Write an object: a line for each item, and for each entry of lists that are JSON already."""
+    parts = [f" {json.dumps(key)}: {checked_json(value)}" for key, value in head.items()]
+    for key, entries in lists.items():
+        lines = ",\n".join("  " + entry for entry in entries)
+        parts.append(f" {json.dumps(key)}: [\n{lines}\n ]")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def content_of(lock_or_path: str | os.PathLike[str], writer: str) -> tuple[bytes, str]:
+    """Return (content, name) of a lock that is given as its text or as a file.
+
+    `writer` is the method that writes such locks, for the message if there is none.
+    """
+    if isinstance(lock_or_path, str) and lock_or_path.lstrip().startswith("{"):
+        return lock_or_path.encode("utf-8", "surrogatepass"), "the lock"
+    path = Path(lock_or_path)
+    try:
+        return read_bytes(path), str(path)
+    except ValueError as error:  # such as a FileError, or no name that a file can have
+        name = path if isinstance(lock_or_path, os.PathLike) else shown(lock_or_path)
+        why = str(error).removeprefix(f"{path}: ")
+        text = f"{name}: neither a lock nor a file with one: {why}; {writer}(path) writes one"
+        raise FileError(text) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -16,7 +16,6 @@ from shardrules._base.text import answer, bytes_shown, printable_lines
 from shardrules._place.decider import Decider
 from shardrules._plan.device_bytes import DeviceClasses, Held, held_of
 from shardrules._plan.kinds import axes_used
-from shardrules._plan.tables import guesses_shown
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -229,3 +228,12 @@ def _like_params(plan: Plan, bits: int) -> list[Held]:
                 kind._counted or Entries(), plan.axis_sizes)
         for kind in plan.kinds
     ]  # fmt: skip
+
+
+def guesses_shown(guesses: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return a line of what names tell, with how many paths and the first; or none."""
+    texts = []
+    for role, paths in guesses.items():
+        more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
+        texts.append(f"{role} of {paths[0]}{more}")
+    return [f"assumed by names: {'; '.join(texts)}"] if texts else []

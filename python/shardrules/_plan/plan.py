@@ -39,8 +39,8 @@ from shardrules._plan.kinds import DEFAULT_LARGE, Kind, Spec, coverage_of
 from shardrules._plan.leaves import Leaves, decided_by_specs, redecided, survey
 from shardrules._plan.memory import DeviceBytes, Training, room_of
 from shardrules._plan.names import axes_said
+from shardrules._plan.report import HasSection, Page, plan_page, plan_text, table_html
 from shardrules._plan.resolve import OnMesh, SizedMesh, put_by_rules, sized_mesh
-from shardrules._plan.show import plan_text, table_html
 from shardrules._plan.state import (
     Zero1,
     find_parameters,
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 
     from shardrules._plan.diff import PlanDiff
     from shardrules._plan.explain import Explanation
-    from shardrules._plan.report import HasSection
     from shardrules._plan.sweep import Sweep
     from shardrules._plan.transfer import Transfer
     from shardrules._program.topologies.topology import Topology
@@ -620,7 +619,7 @@ class Plan(Decider):
             >>> sr.plan(tree, [("w", "tp")], {"tp": 2}).fingerprint()[:8]
             '3fe8a7a3'
         """
-        from shardrules._plan.fingerprint import plan_fingerprint
+        from shardrules._plan.diff import plan_fingerprint
 
         return plan_fingerprint(self)
 
@@ -661,8 +660,7 @@ class Plan(Decider):
         Raises:
             FileError: It is not a lock; a ValueError.
         """
-        from shardrules._plan.lock import read_lock
-        from shardrules._plan.lock_texts import content_of
+        from shardrules._plan.lock import content_of, read_lock
 
         check_type("lock", lock, str | os.PathLike, "a lock's text, or the path of its file")
         on_mesh, axis_sizes = read_lock(*content_of(lock, "Plan.lock"))
@@ -715,8 +713,6 @@ class Plan(Decider):
             >>> "Content-Security-Policy" in page
             True
         """
-        from shardrules._plan.report import HasSection, Page, plan_page
-
         check_file("path", path)
         parts = as_tuple("sections", sections, _SECTIONS)
         check_items("sections", parts, HasSection, _SECTIONS)

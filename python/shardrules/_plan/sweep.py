@@ -18,12 +18,19 @@ from shardrules._base.text import (
     printable,
     record,
 )
-from shardrules._plan.answers import Answer, Section
+from shardrules._plan.answers import Answer, Column, Section, Table
 from shardrules._plan.axis_uses import data_axes_among
 from shardrules._plan.kinds import axes_used
-from shardrules._plan.memory import DTYPES, DeviceBytes, Room, Training, by_class, room_of
+from shardrules._plan.memory import (
+    DTYPES,
+    DeviceBytes,
+    Room,
+    Training,
+    by_class,
+    guesses_shown,
+    room_of,
+)
 from shardrules._plan.resolve import sized_mesh
-from shardrules._plan.tables import Column, Table, guesses_shown
 from shardrules._program.topologies.topology import Topology
 
 if TYPE_CHECKING:

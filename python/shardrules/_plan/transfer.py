@@ -22,14 +22,13 @@ from shardrules._base.text import (
     record,
 )
 from shardrules._place.mesh import MeshLike, has_devices
-from shardrules._plan.answers import Answer
-from shardrules._plan.check_rules import refusals
+from shardrules._plan.answers import Answer, Column, Table
+from shardrules._plan.check import refusals
 from shardrules._plan.device_bytes import Grid, moved_bytes
 from shardrules._plan.diff import Pair, Pairs, paired
 from shardrules._plan.fold import fold
 from shardrules._plan.kinds import Kind, dtype_shown, placement_shown
 from shardrules._plan.resolve import axis_sizes_of
-from shardrules._plan.tables import Column, Table
 from shardrules._plan.trees import placement_errors
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from shardrules._place.leaf_errors import LeafError, leaf_errors
 from shardrules._place.memory import sharding_in_memory
 from shardrules._place.mesh import as_mesh
 from shardrules._place.shardings import Decided
-from shardrules._plan.check import run_checks
-from shardrules._plan.check_rules import refusals
+from shardrules._plan.check import refusals, run_checks
 from shardrules._plan.findings import NOTHING
 
 if TYPE_CHECKING:

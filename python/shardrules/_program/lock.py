@@ -14,7 +14,7 @@ from shardrules._base.mesh_sizes import checked_sizes
 from shardrules._base.text import and_more, bytes_shown, counted, mesh_shown, shown
 from shardrules._plan.codec import FileTable, Listed, Texts, at, naming, record_of
 from shardrules._plan.findings import Finding, Findings, Level
-from shardrules._plan.lock_texts import checked_json, lines_of
+from shardrules._plan.lock import checked_json, lines_of
 from shardrules._program.collectives import Collective
 from shardrules._program.executable import Executable
 from shardrules._program.hlo import CollectiveOpcode

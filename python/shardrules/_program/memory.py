@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from shardrules._base.text import Place, answer, bytes_shown, record
-from shardrules._plan.tables import Column, Table
+from shardrules._plan.answers import Column, Table
 from shardrules._program.computation import Computation, Instruction
 from shardrules._program.executable import Executable
 from shardrules._program.facts import MOVES, UPDATES

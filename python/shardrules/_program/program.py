@@ -17,12 +17,11 @@ from shardrules._base.atomic_write import write_text
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import answer, bytes_shown, mesh_shown, printable
 from shardrules._place.mesh import AnyMesh, has_devices
-from shardrules._plan.answers import Section
+from shardrules._plan.answers import Column, Section, Table
 from shardrules._plan.findings import Findings
-from shardrules._plan.lock_texts import content_of
+from shardrules._plan.lock import content_of
 from shardrules._plan.plan import Plan
 from shardrules._plan.report import Page
-from shardrules._plan.tables import Column, Table
 from shardrules._program.causes import REASONS
 from shardrules._program.collectives import Collective, Exchange, exchanges
 from shardrules._program.executable import Executable

@@ -30,10 +30,9 @@ from shardrules._base.text import (
     shown,
 )
 from shardrules._place.mesh import as_mesh
-from shardrules._plan.answers import Answer
+from shardrules._plan.answers import Answer, Column, Table
 from shardrules._plan.findings import Finding, Findings, Level
 from shardrules._plan.plan import Plan
-from shardrules._plan.tables import Column, Table
 from shardrules._program import rehearse_child
 from shardrules._program.child import FAILED
 from shardrules._program.compared import RehearsedLeaf, compared, rounding_of

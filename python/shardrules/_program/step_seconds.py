@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple, TypeVar
 
 from shardrules._base.text import answer, counted, printable_lines, seconds_shown
-from shardrules._plan.answers import Section
+from shardrules._plan.answers import Column, Section, Table
 from shardrules._plan.report import Page
-from shardrules._plan.tables import Column, Table
 from shardrules._program.computation import Instruction, line_at, parsed, shapes_in
 from shardrules._program.hlo import Hlo, hlo_errors
 from shardrules._program.kernels import KERNEL_EFFICIENCY, splash_flops

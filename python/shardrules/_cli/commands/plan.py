@@ -30,7 +30,7 @@ def plan(
     """Show the spec of every array, and its bytes on each device."""
     from shardrules._cli import planning, show
     from shardrules._plan.memory import Room
-    from shardrules._plan.show import plan_json
+    from shardrules._plan.report import plan_json
 
     planning.check_targets({"--lock": lock, "--html": html}, (model, *how.rules))
     planned = planning.plan_model(model, how, mesh)
@@ -55,7 +55,7 @@ def _print(plan: Plan) -> None:
     """Print the heading and all folded paths, those in red that are not as a rule says."""
     from shardrules._cli.show import print_table
     from shardrules._plan.kinds import DEFAULT_LARGE, is_replicated
-    from shardrules._plan.show import heading, plan_table
+    from shardrules._plan.report import heading, plan_table
 
     kinds = [plan.kinds[row.group] for row in plan.folded]
     alarming = [

@@ -8,7 +8,7 @@ from shardrules._cli import options, types
 from shardrules._cli.command import command, option
 
 if TYPE_CHECKING:
-    from shardrules._plan.tables import Table
+    from shardrules._plan.answers import Table
     from shardrules._program.verify.sweep import StepSweep
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.text import bytes_shown, mesh_shown, record, seconds_shown
-from shardrules._plan.tables import Column, Table
+from shardrules._plan.answers import Column, Table
 from shardrules._program.solve.layout import STORED
 
 if TYPE_CHECKING:

@@ -21,10 +21,9 @@ from shardrules._base.text import (
     seconds_shown,
 )
 from shardrules._place.mesh import as_mesh, context_mesh, has_devices, in_force
-from shardrules._plan.answers import Section
+from shardrules._plan.answers import Column, Section, Table
 from shardrules._plan.plan import Plan
 from shardrules._plan.report import Page
-from shardrules._plan.tables import Column, Table
 from shardrules._program.solve.activations import Activation, activations
 from shardrules._program.solve.candidates import (
     Candidate,

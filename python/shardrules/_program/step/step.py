@@ -21,8 +21,8 @@ from shardrules._base.text import (
 )
 from shardrules._place.mesh import in_force
 from shardrules._place.named_arrays import leaf_paths
+from shardrules._plan.answers import Column, Table
 from shardrules._plan.plan import Plan
-from shardrules._plan.tables import Column, Table
 from shardrules._program.kernels import primitive_name
 from shardrules._program.lowering import (
     check_static,

@@ -12,10 +12,10 @@ from jax.stages import Compiled
 from shardrules._base.arguments import check_bytes, check_type, memory_bytes
 from shardrules._base.text import answer, bytes_shown, mesh_shown
 from shardrules._place.mesh import AnyMesh, has_devices
+from shardrules._plan.answers import Table
 from shardrules._plan.findings import Findings, Level
 from shardrules._plan.kinds import DEFAULT_LARGE
 from shardrules._plan.plan import Plan
-from shardrules._plan.tables import Table
 from shardrules._program.cache import Finished, finished
 from shardrules._program.collectives import Collective
 from shardrules._program.compiler import asked_compiler, is_of_cpus

@@ -24,9 +24,8 @@ from shardrules._base.text import (
     shown,
 )
 from shardrules._place.mesh import AnyMesh, as_mesh
-from shardrules._plan.answers import Answer
+from shardrules._plan.answers import Answer, Column, Table
 from shardrules._plan.sweep import factorizations
-from shardrules._plan.tables import Column, Table
 from shardrules._program.compiler import is_of_cpus, results_in_order
 from shardrules._program.lowering import step_parts
 from shardrules._program.memory import Buffer
