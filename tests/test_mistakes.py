@@ -238,7 +238,7 @@ OF_DEVICES = {
 
 OF_STEPS = {
     "no devices": (lambda: sr.prove(JITTED, PLAN, X), "a mesh without devices", "on=shardrules.Topology('v5p:8x8x8')"),
-    "a wrong name for on": (lambda: sr.prove(JITTED, PLAN, X, on="v5q:2x2x2"), "there is no topology of 'v5q'", "give a name such as 'v5p:8x8x8'"),
+    "a wrong name for on": (lambda: sr.prove(JITTED, PLAN, X, on="v5q:2x2x2"), "did you mean 'v5e' or 'v5p'?", "give a name such as 'v5p:8x8x8'"),
     "a list for on": (lambda: sr.prove(JITTED, PLAN, X, on=[8]), "(a list)", "a dict of sizes such as {'fsdp': 64, 'tp': 8}"),
     "a topology as argument": (lambda: sr.prove(JITTED, PLAN, X, SLICE), "argument 2", "(a Topology)", "on=..."),
     "arguments in a tuple": (lambda: sr.prove(JITTED, (PLAN, X), on=SLICE), "argument 0", "a Plan in a tuple", "prove(step, plan, batch)"),

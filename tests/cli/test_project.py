@@ -158,8 +158,8 @@ def planted(project, monkeypatch):
     sys.modules.pop("planted_code", None)
 
 
-def test_the_project_file_of_another_user_runs_no_code(planted, as_root):
-    """A file above the current folder had its module imported, whoever had put it there."""
+def test_the_project_file_of_another_user_runs_no_code(planted, as_root, monkeypatch):
+    """A file of the current folder, or above it, had its module imported, whoever had put it there."""
     file = planted / "shardrules.toml"
 
     def is_refused(why):
@@ -181,7 +181,9 @@ def test_the_project_file_of_another_user_runs_no_code(planted, as_root):
     file.symlink_to("own.toml")
     os.chown(file, NOBODY, -1, follow_symlinks=False)
     is_refused(f"it belongs to the user {NOBODY}")
-    done = invoke("check", "--project", "../../shardrules.toml")
+    monkeypatch.chdir(planted)  # as of an archive that another user has unpacked there
+    is_refused(f"it belongs to the user {NOBODY}")
+    done = invoke("check", "--project", "shardrules.toml")
     assert (planted / "ran").exists(), done.output
 
 
@@ -198,6 +200,24 @@ def test_a_project_file_that_all_may_write_runs_no_code(planted):
     assert (planted / "ran").exists()
 
 
+def test_a_disk_of_windows_whose_files_all_may_write_is_one_to_work_on(planted, monkeypatch):
+    for path in (planted, planted / "shardrules.toml"):
+        path.chmod(0o777)
+    monkeypatch.chdir(planted)
+    invoke("check")
+    assert (planted / "ran").exists()
+
+
+def test_a_lock_is_not_updated_where_no_job_has_one(project):
+    """It said nothing, and wrote nothing."""
+    (project / "shardrules.toml").write_text('[jobs.a]\nfunction = "m:f"\nmesh = "tp=2"\n')
+    done = invoke("prove", "--update-lock")
+    assert (
+        done.exit_code,
+        "--update-lock: no job has lock; write it into job a" in done.stderr,
+    ) == (2, True)
+
+
 def test_who_owns_a_project_file_that_is_used(planted, as_root, monkeypatch):
     file, here = planted / "shardrules.toml", Path.cwd()
     for owned in (file, planted, here):
@@ -209,7 +229,7 @@ def test_who_owns_a_project_file_that_is_used(planted, as_root, monkeypatch):
     assert stranger(file, here) is None
     monkeypatch.setattr("os.geteuid", lambda: NOBODY - 1)
     assert stranger(file, here) == f"its folder belongs to the user {NOBODY}"
-    assert stranger(file, planted) is None  # in the current folder
+    assert stranger(file, planted) == f"its folder belongs to the user {NOBODY}"
 
 
 def test_init_is_not_kept_from_its_work_by_a_file_of_another_user(planted, as_root):

@@ -40,7 +40,7 @@ of_model_on: Final = mesh(
 rules = functools.partial(option, "-r", "--rules", type=types.FILE, multiple=True)
 devices = functools.partial(option, "--devices", type=types.Number(min=1))
 axes = functools.partial(option, "--axes", type=types.AXES)
-on = functools.partial(option, "--on", metavar="TOPOLOGY")
+on = functools.partial(option, "--on", metavar="TOPOLOGY", type=types.TOPOLOGY)
 slices: Final = option(
     "--slices", type=types.Number(min=1), default=1, needs=("on",),
     help="Slices of TPUs, which the data centre's network connects.",

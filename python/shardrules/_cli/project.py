@@ -57,8 +57,7 @@ def run_jobs(
     path, jobs = found
     name = ctx.params.get("job")
     jobs = _jobs_of(command, path, jobs, name)
-    if len(jobs) > 1:
-        _check_of_several(ctx, [*jobs])
+    _check_given(ctx, jobs)
     hint(f"project file: {path}")
     with contextlib.chdir(path.parent):
         runs = {job: functools.partial(_run_job, command, ctx, job, jobs[job], words)
@@ -116,14 +115,23 @@ def _needed(command: Command) -> str:
     return " and ".join(str(argument.name) for argument in command.arguments)
 
 
-def _check_of_several(ctx: click.Context, jobs: list[str]) -> None:
-    """Check that no option is given of which each job has its own."""
+def _check_given(ctx: click.Context, jobs: Jobs) -> None:
+    """Check that no option is given of which each job has its own, or that no job has a use for."""
     for option in ctx.command.params:
-        is_given = ctx.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
-        if is_given and getattr(option, "of_one_job", False):
+        name, first = str(option.name), next(iter(jobs))
+        if ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+            continue
+        if len(jobs) > 1 and getattr(option, "of_one_job", False):
             raise click.UsageError(
-                f"{said(ctx, str(option.name))} is of one job, and there are {', '.join(jobs)}: "
-                f"write shardrules {ctx.command.name} --job {jobs[0]}"
+                f"{said(ctx, name)} is of one job, and there are {', '.join(jobs)}: write "
+                f"shardrules {ctx.command.name} --job {first}"
+            )
+        needs = () if getattr(option, "in_job", True) else getattr(option, "needs", ())
+        if needs and not any(
+            job.get(need) or ctx.params.get(need) for need in needs for job in jobs.values()
+        ):
+            raise click.UsageError(
+                f"{said(ctx, name)}: no job has {' or '.join(needs)}; write it into job {first}"
             )
 
 
@@ -162,7 +170,7 @@ def find_project(named: str | None) -> tuple[Path, Jobs] | None:
     Nothing is executed.
 
     Raises:
-        FileError: The file is wrong, or was found above the folder and may be another user's work.
+        FileError: The file is wrong, or was found, and may be another user's work.
     """
     here, file = Path.cwd(), named and Path(named).absolute()
     found = (file, _table_of(file)) if file else find_table(here)
@@ -199,12 +207,13 @@ def find_table(folder: Path) -> tuple[Path, Any] | None:
 
 
 def stranger(path: Path, folder: Path) -> str | None:
-    """Return why a project file above this folder may be another user's work; None if it cannot be.
+    """Return why a project file found from this folder may be another user's; None if it cannot be.
 
     The file's folder counts too, as modules are imported from there. Root trusts the owner of the
-    folder as well. Nobody is asked on Windows.
+    folder as well. All may write the current folder, as a disk of Windows has it. Nobody is asked
+    on Windows itself.
     """
-    if path.parent == folder or sys.platform == "win32":
+    if sys.platform == "win32":
         return None
     trusted = {0, os.geteuid()}
     if os.geteuid() == 0:
@@ -216,7 +225,8 @@ def stranger(path: Path, folder: Path) -> str | None:
     ):
         if status.st_uid not in trusted:
             return f"{what} belongs to the user {status.st_uid}"
-        if status.st_mode & stat.S_IWOTH and not stat.S_ISLNK(status.st_mode):
+        is_writable = status.st_mode & stat.S_IWOTH and not stat.S_ISLNK(status.st_mode)
+        if is_writable and path.parent != folder:
             return f"all users may write {what}"
     return None
 

@@ -90,10 +90,15 @@ def _memory(value: str | int) -> int:
     try:
         count = byte_count(text)
     except ValueError:
-        from shardrules._base.hardware import device_of
+        from shardrules._base.hardware import device_of, public_hardware
 
         if device := device_of(text):
             return device.memory_bytes
+        if text[:1].isalpha():
+            meant = did_you_mean(text, public_hardware())
+            raise ValueError(
+                f"{text!r} is neither bytes, such as 96GB, nor a device{meant}"
+            ) from None
         raise
     if count == 0:
         raise ValueError(f"{value!r}: there is some memory, such as 96GB")
@@ -132,6 +137,12 @@ def _hardware(value: str) -> Any:
 
     is_file = value.endswith(".toml") or "/" in value
     return read_hardware(value) if is_file else Hardware.named(value)
+
+
+def _topology(value: str) -> str:
+    from shardrules._program.topologies.topology import Topology
+
+    return Topology(value).name
 
 
 def _odd_kind(kind: str) -> str:
@@ -182,6 +193,7 @@ MESH = Type("mesh", _mesh, str, dict)
 AXES, NAMES = Type("axes", _names, str, list), Type("names", _names, str, list)
 SIZED_AXES = Type("axes", _sized_axes)
 BYTES, MEMORY = Type("bytes", _bytes, str, int), Type("bytes", _memory, str, int)
+TOPOLOGY = Type("topology", _topology)
 SHARE = Type("share", _share)
 DTYPE = Type("dtype", _dtype)
 DTYPE_OR_SAME = Type("dtype", lambda value: value == "same" or _dtype(value))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._base.arguments import check_type, integer, strings
 from shardrules._base.hardware import Hardware, as_hardware
 from shardrules._base.mesh_sizes import checked_sizes, mesh_shapes
-from shardrules._base.text import counted, mesh_shown, nearest, without_defaults
+from shardrules._base.text import counted, mesh_shown, near_names, without_defaults
 from shardrules._program.topologies.gpu import GPUS, Hosts
 from shardrules._program.topologies.tpu import GENERATIONS, Slices
 
@@ -83,8 +83,8 @@ class Topology:
     def _layout(self) -> Slices | Hosts:
         kind = re.split(r"[:-]", self.name, maxsplit=1)[0].lower()
         if kind not in _LAYOUTS:
-            near = nearest(kind, _LAYOUTS)
-            meant = f"did you mean {near!r}? " if near else ""
+            near = " or ".join(map(repr, near_names(kind, _LAYOUTS, least=0.6)))
+            meant = f"did you mean {near}? " if near else ""
             raise ValueError(
                 f"the name {self.name!r}: there is no topology of {kind!r}; {meant}there are "
                 f"those of {', '.join(_LAYOUTS)}: give {_FORM}"
