@@ -49,7 +49,7 @@ test-tpu: $(VENV)/installed $(TPU)/installed
 	PYTHONPATH="$(CURDIR)/$(TPU)" JAX_PLATFORMS=cpu $(VENV)/bin/python $(PYTEST) -m "" tests/tpu tests/cli/test_project.py "tests/docs/test_docs.py::test_page[docs/pod.md]"
 
 # The proofs of the other pages, which take some minutes.
-PROVED_PAGES = quickstart $(addprefix guides/,eformer equinox haliax keras linen lora maxtext moe nnx offload prove rl)
+PROVED_PAGES = quickstart $(addprefix guides/,eformer equinox keras linen lora maxtext moe nnx offload prove rl)
 test-tpu-pages: $(VENV)/installed $(TPU)/installed
 	PYTHONPATH="$(CURDIR)/$(TPU)" JAX_PLATFORMS=cpu $(VENV)/bin/python $(PYTEST) -m "" $(PROVED_PAGES:%="tests/docs/test_docs.py::test_page[docs/%.md]")
 
