@@ -27,11 +27,11 @@ from shardrules._program.memory import Memory as Memory
 from shardrules._program.memory import Totals as Totals
 from shardrules._program.program import Program as Program
 from shardrules._program.rehearse import Rehearsal as Rehearsal
-from shardrules._program.solve.activations import Activation as Activation
 from shardrules._program.solve.candidates import Candidate as Candidate
 from shardrules._program.solve.candidates import StepCost as StepCost
-from shardrules._program.solve.choices import Alternative as Alternative
-from shardrules._program.solve.choices import ClassChoice as ClassChoice
+from shardrules._program.solve.constraints import Activation as Activation
+from shardrules._program.solve.solution import Alternative as Alternative
+from shardrules._program.solve.solution import ClassChoice as ClassChoice
 from shardrules._program.solve.solution import Solution as Solution
 from shardrules._program.step.step import DimensionClass as DimensionClass
 from shardrules._program.step.step import Step as Step

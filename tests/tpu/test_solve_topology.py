@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.solve import candidates
-from shardrules._program.solve.meshes import Task, best_of
+from shardrules._program.solve.search import Task, best_of
 from tests.tpu.marks import needs_libtpu
 
 pytestmark = needs_libtpu

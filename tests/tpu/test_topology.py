@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._program.solve.machine import Machine
+from shardrules._program.solve.price import Machine
 from tests.tpu.marks import needs_libtpu
 
 SHAPES = {

@@ -11,10 +11,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._program.solve.activations import activations, seams
+from shardrules._program.solve.constraints import activations, constrained_step, seams
 from shardrules._program.solve.layout import STORED, StepArrays
-from shardrules._program.solve.machine import Machine
-from shardrules._program.solve.rewrite import constrained_step
+from shardrules._program.solve.price import Machine
 from shardrules._program.solve.space import Space
 from shardrules._program.solve.spread import Spread
 

@@ -11,13 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 import shardrules as sr
-from shardrules._program.solve.machine import Machine
-from shardrules._program.solve.meshes import Task, best_of
-from shardrules._program.solve.price import Price
-from shardrules._program.solve.resident import Resident
-from shardrules._program.solve.search import Search
+from shardrules._program.solve.price import Machine, Price
+from shardrules._program.solve.search import Search, Task, best_of
 from shardrules._program.solve.space import Space
-from shardrules._program.solve.terms import Terms
+from shardrules._program.solve.terms import Resident, Terms
 from tests.support.random_steps import random_step
 
 HARDWARE = sr.Hardware.named("v5p")

@@ -13,10 +13,9 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._program.refusal import Refusal
 from shardrules._program.solve import candidates
-from shardrules._program.solve import compiled as compiling
 from shardrules._program.solve import solution as solving
 from shardrules._program.solve.candidates import shortlist
-from shardrules._program.solve.meshes import Task, best_of
+from shardrules._program.solve.search import Task, best_of
 
 AXES = ("fsdp", "tp")
 
@@ -155,12 +154,12 @@ def test_fsdp_and_the_layout_of_the_program_are_among_those_compiled_and_what_is
 
 def costs_as_if(monkeypatch, seconds):
     """Let compiled steps take other seconds, by the layout's predicted cost."""
-    real = compiling._costs
+    real = candidates._costs
 
     def costs(layout, program, peak):
         return real(layout, program, peak)._replace(seconds=seconds(layout.seconds.total))
 
-    monkeypatch.setattr(compiling, "_costs", costs)
+    monkeypatch.setattr(candidates, "_costs", costs)
 
 
 def test_the_answer_is_the_best_as_compiled_and_not_as_predicted(monkeypatch):
@@ -180,7 +179,7 @@ def answered(answer):
 
 
 def test_a_layout_that_the_compiler_refuses_or_fails_at_is_no_answer(monkeypatch):
-    real, asked = compiling.asked_compiler, []
+    real, asked = candidates.asked_compiler, []
 
     def refuse():
         return Refusal(200 * 10**9, 10**9, "")
@@ -193,7 +192,7 @@ def test_a_layout_that_the_compiler_refuses_or_fails_at_is_no_answer(monkeypatch
         answer = dict(enumerate([refuse, crash], 1)).get(len(asked))
         return answered(answer) if answer else real(lowered, mesh)
 
-    monkeypatch.setattr(compiling, "asked_compiler", ask)
+    monkeypatch.setattr(candidates, "asked_compiler", ask)
     solution = compiled()
     assert not solution.candidates[0].refusal
     refusals = {row.what: row.refusal for row in solution.candidates if row.refusal}
@@ -213,7 +212,7 @@ def test_if_all_are_refused_layouts_that_need_less_are_compiled(monkeypatch):
 
     monkeypatch.setattr(solving, "best_of", searched)
     refusal = Refusal(200 * 10**9, 10**9, "")
-    monkeypatch.setattr(compiling, "asked_compiler", lambda *_: answered(lambda: refusal))
+    monkeypatch.setattr(candidates, "asked_compiler", lambda *_: answered(lambda: refusal))
     with pytest.raises(ValueError, match="nothing fits: the compiler refuses all of the") as error:
         compiled(MANY)
     assert "FSDP on fsdp=4,tp=2: it needs 200 GB of 103 GB" in str(error.value)
@@ -222,7 +221,7 @@ def test_if_all_are_refused_layouts_that_need_less_are_compiled(monkeypatch):
 
 
 def test_an_interrupt_takes_the_best_that_is_compiled(monkeypatch):
-    read = compiling._read
+    read = candidates._read
     done = []
 
     def interrupted(*args):
@@ -231,7 +230,7 @@ def test_an_interrupt_takes_the_best_that_is_compiled(monkeypatch):
         done.append(read(*args))
         return done[0]
 
-    monkeypatch.setattr(compiling, "_read", interrupted)
+    monkeypatch.setattr(candidates, "_read", interrupted)
     solution = compiled()
     assert solution.candidates == (done[0].row,)
 

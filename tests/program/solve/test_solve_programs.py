@@ -11,9 +11,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._program.solve.activations import spec_of_cuts
+from shardrules._program.solve.constraints import spec_of_cuts
 from shardrules._program.solve.layout import StepArrays
-from shardrules._program.solve.machine import Machine
+from shardrules._program.solve.price import Machine
 from shardrules._program.solve.space import Space
 from shardrules._program.solve.spread import Spread
 from shardrules.dialects import Dialect

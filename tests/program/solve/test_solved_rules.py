@@ -11,7 +11,7 @@ import shardrules as sr
 from shardrules._base.rule_specs import RuleSpec
 from shardrules._base.specs import Entries, entries_of, entries_of_cuts, entry_axes
 from shardrules._plan.suggest.draft import MOST_RULES
-from shardrules._program.solve.rules import with_specs
+from shardrules._program.solve.solution import with_specs
 from tests.support import models
 from tests.support.models import array
 

@@ -11,9 +11,8 @@ import pytest
 
 import shardrules as sr
 from shardrules._program.solve import search
-from shardrules._program.solve.resident import Resident
-from shardrules._program.solve.tables import Tables, has_solver
-from shardrules._program.solve.terms import Terms
+from shardrules._program.solve.search import Tables, has_solver
+from shardrules._program.solve.terms import Resident, Terms
 from tests.program.solve.test_optimum import ROOM, assignments, price, space_of
 
 needs_solver = pytest.mark.skipif(not has_solver(), reason="OR-tools is not installed")

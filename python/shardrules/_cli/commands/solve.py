@@ -61,7 +61,7 @@ def solved(
     from shardrules._base.io import FileError
     from shardrules._base.text import mesh_shown
     from shardrules._cli import planning, process
-    from shardrules._program.solve.meshes import progress_shown
+    from shardrules._program.solve.search import progress_shown
     from shardrules._program.solve.solution import solve as solve_step
     from shardrules._program.topologies.topology import Topology
 

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 from shardrules._base.dtypes import bits_of
 
 if TYPE_CHECKING:
-    from shardrules._program.step.dimension_roles import Roles
-    from shardrules._program.step.dimensions import Dims
-    from shardrules._program.step.equations import Body, Equations
-    from shardrules._program.step.jaxprs import Cuts
+    from shardrules._program.step.equations import Body, Cuts, Equations
+    from shardrules._program.step.factors import Dims
+    from shardrules._program.step.step import Roles
 
 Axes = tuple[str, ...]
 Assignment = dict[int, Axes]

@@ -1,17 +1,20 @@
-"""Seconds of a step: of what its operations compute, read and write, and of what they send."""
+"""Seconds of a step: of what operations compute, read, write and send, and of the links."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from math import log2, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.dtypes import is_inexact
 from shardrules._program.kernels import KERNEL_EFFICIENCY
 
 if TYPE_CHECKING:
-    from shardrules._program.solve.machine import Machine
-    from shardrules._program.solve.spread import Spread, SpreadCollective
+    from shardrules._base.hardware import Hardware
+    from shardrules._program.solve.spread import CollectiveKind, Spread, SpreadCollective
     from shardrules._program.step.equations import TracedOperation
+    from shardrules._program.topologies.topology import Links, Topology
 
 PRODUCTS: Final = frozenset(
     ["dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"]
@@ -141,3 +144,68 @@ def _peak(rates: Mapping[str, float], dtype: Any) -> float:
         return rates[name]
     least = min(rates.values())
     return rates.get("bfloat16", least) if dtype is None or is_inexact(dtype) else least
+
+
+class Machine:
+    """Hardware, and the networks under the axes of a mesh.
+
+    Without a topology devices stand side by side along the last axis, as `jax.make_mesh` has them,
+    so that the last axes are those inside a slice or node, as far as its devices go.
+    """
+
+    def __init__(
+        self, hardware: Hardware, sizes: Mapping[str, int], topology: Topology | None = None
+    ) -> None:
+        self.hardware, self.sizes = hardware, dict(sizes)
+        self._links: Callable[[Sequence[str]], Links] | None = None
+        if topology is not None:
+            self._links = cache(partial(topology._links, topology.mesh(sizes)))
+        self._inside: dict[str, int] = {}
+        remaining = hardware.link_devices
+        for axis in reversed(list(sizes)):
+            most = min(remaining, sizes[axis])
+            self._inside[axis] = next(n for n in range(most, 0, -1) if sizes[axis] % n == 0)
+            remaining //= self._inside[axis]
+        self._dimensions = _dimensions(self._inside, hardware.torus_dimensions)
+
+    def sent(self, kind: CollectiveKind, axes: Sequence[str], payload: int) -> float:
+        """Return the bytes that a device sends by rings, as the compiler writes a collective."""
+        if kind == "collective-permute":
+            return payload
+        rounds = 2 if kind == "all-reduce" else 1
+        if self._links is not None and kind in self._links(axes).summed:
+            rounds *= 2
+        devices = prod(self.sizes[axis] for axis in axes)
+        return payload * rounds * (devices - 1) / devices
+
+    def seconds(self, kind: str, axes: Sequence[str], size: float) -> float:
+        """Return how long it takes to send so many bytes."""
+        if self._links is not None:
+            return size / self._links(axes).rate
+        devices = prod(self.sizes[axis] for axis in axes)
+        inside = prod(self._inside[axis] for axis in axes)
+        outside = devices // inside
+        # First between slices, each device with its part; then inside of them.
+        share = (outside - 1) / (devices - 1)
+        if kind == "all-to-all":
+            share *= inside
+        return max(
+            size * share / self.hardware.dcn_bytes_per_second,
+            size * (1 - share) / self._link_rate(axes) if inside > 1 else 0.0,
+        )
+
+    def _link_rate(self, axes: Iterable[str]) -> float:
+        dimensions = sum(self._dimensions[axis] for axis in axes)
+        share = min(1.0, dimensions / self.hardware.torus_dimensions)
+        return self.hardware.link_bytes_per_second * share
+
+
+def _dimensions(inside: Mapping[str, int], torus: int) -> dict[str, int]:
+    """Return {mesh axis: dimensions of the torus that it lies along}: one, the largest the rest."""
+    sizes = {axis: int(size > 1) for axis, size in inside.items()}
+    remaining = torus - sum(sizes.values())
+    for axis in sorted(inside, key=lambda axis: -inside[axis]):
+        next_size = max(0, min(remaining, int(log2(inside[axis])) - 1))
+        sizes[axis] += next_size
+        remaining -= next_size
+    return sizes

@@ -2,42 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf
+from math import inf, prod
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._base.arguments import as_tuple, check_real, check_type, memory_bytes
 from shardrules._base.hardware import as_hardware
+from shardrules._base.rule_specs import RuleSpec, plain_spec
+from shardrules._base.specs import Entries, entries_of, entry_axes, spec_shown, trimmed
 from shardrules._base.text import (
     answer,
+    brief,
     bytes_shown,
     counted,
     mesh_shown,
     printable_lines,
+    record,
     seconds_shown,
 )
 from shardrules._place.mesh import as_mesh, context_mesh, has_devices, in_force
 from shardrules._plan.answers import Column, Section, Table
+from shardrules._plan.findings import Declared
+from shardrules._plan.kinds import axes_named
 from shardrules._plan.plan import Plan
+from shardrules._plan.planning import plan as plan_by_rules
 from shardrules._plan.report import Page
-from shardrules._program.solve.activations import Activation, activations
+from shardrules._plan.suggest.draft import draft_of_specs
+from shardrules._plan.suggest.patterns import TIGHTEST
+from shardrules._plan.suggest.suggestion import CutReason, Reason, Suggestion
+from shardrules._plan.suggest.units import units_of
 from shardrules._program.solve.candidates import (
     Candidate,
     Contender,
     StepCost,
+    compiled,
+    mesh_to_compile,
+    plan_of,
     shortlist,
+    specs_of,
     table_of_candidates,
 )
-from shardrules._program.solve.choices import ClassChoice, choices
-from shardrules._program.solve.compiled import compiled, mesh_to_compile, plan_of, specs_of
-from shardrules._program.solve.meshes import Best, Task, best_of, progress, where_it_fits
-from shardrules._program.solve.rewrite import constrained_step
-from shardrules._program.solve.rules import ruled, suggestion_of
-from shardrules._program.solve.tables import has_solver
+from shardrules._program.solve.constraints import Activation, activations, constrained_step
+from shardrules._program.solve.layout import STORED
+from shardrules._program.solve.search import (
+    Best,
+    Task,
+    best_of,
+    has_solver,
+    progress,
+    where_it_fits,
+)
+from shardrules._program.step.equations import inputs_of
 from shardrules._program.step.step import Step
 from shardrules._program.topologies.topology import Topology, hardware_on, topology_of
 from shardrules._rules.rules import Rules
@@ -47,9 +67,9 @@ if TYPE_CHECKING:
 
     from shardrules._base.hardware import Hardware
     from shardrules._place.mesh import AnyMesh
-    from shardrules._plan.suggest.suggestion import Suggestion
     from shardrules._program.program import Program
     from shardrules._program.solve.spread import Spread
+    from shardrules._program.step.step import ClassRole
 
 _AXES: Final = ("fsdp", "tp")
 _MESHES_SHOWN: Final = 4
@@ -378,3 +398,179 @@ def _solution(
         left_out=left_out,
         _spread=chosen.spread,
     )
+
+
+_ALTERNATIVES: Final = 2
+
+
+@record
+class Alternative(NamedTuple):
+    """Other mesh axes for a class, with what the step is predicted to cost if all else stays."""
+
+    axes: tuple[str, ...]
+    time: float
+    """Seconds of a step."""
+    memory: int
+    """Bytes that a device needs."""
+
+    def __str__(self) -> str:
+        axes = ",".join(self.axes) or "whole"
+        return f"{axes} {seconds_shown(self.time)}, {bytes_shown(self.memory)}"
+
+
+@record
+class ClassChoice(NamedTuple):
+    """Mesh axes of a class of dimensions; a row of `Solution.choices`."""
+
+    role: ClassRole | Literal["stored"]
+    """What the step does with them; "" if nothing tells. "stored" is no class: the mesh axes that
+    cut weights while no operation uses them, as in FSDP."""
+    size: int
+    arrays: tuple[tuple[str, int], ...]
+    """(path, dimension) of each argument that has them."""
+    axes: tuple[str, ...]
+    alternatives: tuple[Alternative, ...]
+    """The next best, the best first; last those that do not fit."""
+
+    def __str__(self) -> str:
+        axes = ",".join(self.axes)
+        if self.role == "stored" and axes:
+            return f"parameters are stored over {axes} and gathered where used"
+        if self.role == "stored":
+            return "parameters are stored as they are used"
+        return f"{self.role or 'no role'} {self.size:,}: {axes or 'whole'}"
+
+
+def choices(chosen: Contender) -> Iterator[ClassChoice]:
+    """Yield the choice of each variable that arguments have, or that is cut."""
+    space, assignment = chosen.search.space, chosen.assignment
+    step = space.step
+    for name in space.values:
+        if name == STORED or name in step._places or assignment[name]:
+            yield ClassChoice(
+                "stored" if name == STORED else step._roles.of.get(name, ""),
+                0 if name == STORED else step._equations.dims.sizes[name],
+                tuple(step._places.get(name, ())),
+                assignment[name],
+                _alternatives(chosen, name),
+            )
+
+
+def _alternatives(chosen: Contender, name: int) -> tuple[Alternative, ...]:
+    """Return the next best values of a variable, those that fit first."""
+    search, assignment = chosen.search, chosen.assignment
+    rows = []
+    for value in search.space.values[name]:
+        if value != assignment[name]:
+            other = {**assignment, name: value}
+            seconds, memory = search.terms.total(other).total, search.resident.least(other)
+            rows.append((memory > search.space.hbm, seconds, Alternative(value, seconds, memory)))
+    rows.sort(key=lambda row: row[:2])
+    return tuple(alternative for *_, alternative in rows[:_ALTERNATIVES])
+
+
+_HEADS: Final = frozenset(["heads", "KV heads", "query heads of a KV head"])
+
+
+def ruled(step: Step, specs: Mapping[str, PartitionSpec], mesh: Any) -> Plan:
+    """Plan the parameters by rules that give them their specs, in the dialect of the step's."""
+    from jax.tree_util import tree_leaves
+
+    place, given = step._place, step.plan
+    tree = step._trees[place]
+    if given is not None and isinstance(given.rules, Rules):  # its leaves have the user's order
+        bare = given.with_rules(Rules((), given.rules.dialect)).on_mesh(mesh)
+    else:
+        bare = plan_by_rules(tree, Rules(()), mesh)
+    leaves = inputs_of(tree, step._function, tree_leaves(bare._leaves.tree))
+    own: dict[str, Entries | RuleSpec] = {}
+    for leaf, row in zip(leaves, step._ranges[place], strict=True):
+        spec = Entries(trimmed(entries_of(specs[step._paths[row]])))
+        units = _units(step, step._equations.body.inputs[row], spec, bare.axis_sizes)
+        own[bare.paths[leaf]] = RuleSpec(spec, units=units) if units else spec
+    return with_specs(bare, own)
+
+
+def _units(step: Step, number: int, spec: Entries, mesh: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the units of an array whose heads are cut, and none of them inside."""
+    equations, roles = step._equations, step._roles.of
+    sizes = equations.dims.sizes
+    for dim, (entry, classes) in enumerate(
+        zip(spec, map(equations.dims.classes, equations.values[number].dims), strict=False)
+    ):
+        heads = [c for c in classes if roles.get(c) in _HEADS]
+        behind = [c for c in classes if c not in heads]
+        parts = prod(mesh[axis] for axis in entry_axes(entry))
+        if heads and behind and parts > 1 and prod(sizes[c] for c in heads) % parts == 0:
+            return (*[1] * dim, prod(sizes[c] for c in behind))
+    return ()
+
+
+def with_specs(plan: Plan, specs: Mapping[str, Entries | RuleSpec]) -> Plan:
+    """Plan the leaves of a plan by rules that give each of them its spec.
+
+    Args:
+        plan: Leaves and mesh; of rules of paths the dialect counts.
+        specs: By path.
+
+    Raises:
+        ValueError: No rules of the dialect can say it; the message names a leaf.
+    """
+    assert isinstance(plan.rules, Rules)
+    dialect = plan.rules.dialect
+    bare = plan.with_rules(Rules((), replace(dialect, unmatched="error")))
+    units = units_of(bare)
+    wrong = ""
+    for tightness in (0, TIGHTEST):
+        result = bare.with_rules(draft_of_specs(units, specs, dialect, tightness).rules)
+        wrong = next(_wrong(result, specs), "")
+        if not wrong:
+            return result
+    raise ValueError(
+        f"{brief(wrong)}: rules of the dialect {dialect.name} cannot give it "
+        f"{spec_shown(plain_spec(specs[wrong]))}: rename it, or choose another dialect"
+    )
+
+
+def _wrong(plan: Plan, specs: Mapping[str, Entries | RuleSpec]) -> Iterator[str]:
+    """Yield the paths that have another spec."""
+    for path, number in zip(plan.paths, plan.kind_of.tolist(), strict=True):
+        found, wanted = plan.kinds[number].spec, plain_spec(specs[path])
+        entries = () if found is None else trimmed(entries_of(found))
+        if list(map(entry_axes, entries)) != list(map(entry_axes, wanted)):
+            yield path
+
+
+def suggestion_of(result: Plan, step: Step) -> Suggestion:
+    """Return the rules of a plan, each with what the step does with its leaves."""
+    used = frozenset().union(*(axes_named(kind.spec) for kind in result.kinds))
+    whole = tuple(str(pattern) for pattern, value in result.rules if plain_spec(value) == Entries())
+    unused = tuple(axis for axis in result.axis_sizes if axis not in used)
+    declared = Declared(replicated=whole, optional_axes=(), data_axes=unused)
+    return Suggestion(result._declaring(declared), tuple(_reasons(result, step)), declared)
+
+
+def _reasons(result: Plan, step: Step) -> Iterator[Reason]:
+    """Yield a reason for each rule, by the roles that the step gives the first of its leaves."""
+    equations, roles = step._equations, step._roles.of
+    numbers = dict(zip(step._paths, equations.body.inputs, strict=True))
+    rows_of: dict[int, list[int]] = defaultdict(list)
+    for row, number in enumerate(result.kind_of.tolist()):
+        for rule in result.kinds[number].deciders:
+            rows_of[rule].append(row)
+    for rule, (pattern, _) in enumerate(result.rules):
+        rows = rows_of[rule]
+        dims = []
+        for row in rows[:1]:
+            kind = result.kinds[int(result.kind_of[row])]
+            value = equations.values[numbers[f"inputs/{step._place}/{result.paths[row]}"]]
+            cuts = () if kind.spec is None else tuple(map(entry_axes, entries_of(kind.spec)))
+            for dim, size in enumerate(value.shape):
+                names = [roles.get(c, "") for c in equations.dims.classes(value.dims[dim])]
+                role = " x ".join(filter(None, names)) or "other"
+                dims.append(CutReason(dim, size, role, cuts[dim] if dim < len(cuts) else ()))
+        size = sum(result.kinds[int(result.kind_of[row])].bytes for row in rows)
+        folded = tuple(
+            part.pattern for part in result.folded if not {*part.rows.tolist()}.isdisjoint(rows)
+        )
+        yield Reason(rule, pattern, len(rows), size, folded, tuple(dims), is_understood=True)

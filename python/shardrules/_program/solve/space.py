@@ -24,12 +24,12 @@ from shardrules._base.text import brief, near_shown, shown
 from shardrules._plan.planning import plan
 from shardrules._program.solve.layout import STORED, Assignment, Axes, StepArrays
 from shardrules._program.solve.spread import Spread
-from shardrules._program.step.jaxprs import constrains, inputs_of
+from shardrules._program.step.equations import constrains, inputs_of
 
 if TYPE_CHECKING:
-    from shardrules._program.solve.machine import Machine
-    from shardrules._program.step.dimensions import Dims
-    from shardrules._program.step.jaxprs import Cuts
+    from shardrules._program.solve.price import Machine
+    from shardrules._program.step.equations import Cuts
+    from shardrules._program.step.factors import Dims
     from shardrules._program.step.step import Step
 
 _EXACT: Final = Correction(indivisible="error")

@@ -11,18 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, product
 from math import gcd, prod
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from shardrules._base.specs import entry_axes
-from shardrules._program.step.jaxprs import CONSTRAINTS
+from shardrules._program.step.equations import CONSTRAINTS
 
 if TYPE_CHECKING:
     from shardrules._program.solve.layout import Axes, StepArrays
-    from shardrules._program.solve.machine import CollectiveKind
-    from shardrules._program.step.equations import TracedOperation
+    from shardrules._program.step.equations import Cuts, TracedOperation
     from shardrules._program.step.factors import Factors, Rule
-    from shardrules._program.step.jaxprs import Cuts
 
+CollectiveKind = Literal[
+    "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"
+]
 _MOST_CHOICES: Final = 256
 ADDS: Final = frozenset({"add", "add_any"})
 """Operations that can add what devices have of sums."""
