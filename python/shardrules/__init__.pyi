@@ -35,8 +35,8 @@ from shardrules._plan.plan import Plan as Plan
 from shardrules._plan.planning import plan as plan
 from shardrules._plan.state import Zero1 as Zero1
 from shardrules._plan.suggest.suggest import suggest as suggest
+from shardrules._program.memory import OutOfMemory as OutOfMemory
 from shardrules._program.program import inspect as inspect
-from shardrules._program.refusal import OutOfMemory as OutOfMemory
 from shardrules._program.rehearse import rehearse as rehearse
 from shardrules._program.solve.solution import solve as solve
 from shardrules._program.step.step import trace as trace

@@ -77,7 +77,7 @@ BOUNDS = {
     "loaded | 1,000,000 |": ("_checkpoint.targets", "_MOST_PARTS", 1_000_000),
     "name | 9;": ("_checkpoint.names", "_MOST_DIGITS", 9),
     "32 MiB, or": ("_rules.rules", "DEFAULT_MEMORY_BUDGET", 32 << 20),
-    "HLO | 131,072 |": ("_program.groups", "_MOST_DEVICES", 131_072),
+    "HLO | 131,072 |": ("_program.hlo", "_MOST_DEVICES", 131_072),
     "| 512 MiB; 1 GB |": ("_program.cache", "_MOST_UNPACKED", 512 << 20),
     "; 1 GB |": ("_program.cache", "_LIMIT", 10**9),
     "1,200 s": ("_program.compiler", "LIMIT", 1200),

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._base.text import Place
 from shardrules._program import child, compiler
-from shardrules._program.refusal import Refusal
+from shardrules._program.memory import Refusal
 from tests.support.compiled import compiled_on
 from tests.support.folders import ROOT
 

@@ -15,8 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardrules._program.computation import Shape, parsed
-from shardrules._program.groups import ReplicaGroups
-from shardrules._program.hlo import Hlo, hlo_errors
+from shardrules._program.hlo import Hlo, ReplicaGroups, hlo_errors
 
 AXES = {"data": 2, "model": 4}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from shardrules._program.facts import Variation
 from shardrules._program.hlo import Hlo
 from shardrules._program.values import Values
-from shardrules._program.variation import Variation
 from shardrules._program.work import products
 
 MODULE = """HloModule jit_step, is_scheduled=true, entry_computation_layout={{()->{result}}}

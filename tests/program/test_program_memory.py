@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.hlo import Hlo
-from shardrules._program.lasting import Alive
-from shardrules._program.memory import buffers_of, memory_of, table_of, totals_from
+from shardrules._program.memory import Alive, buffers_of, memory_of, table_of, totals_from
 
 MESH = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
 KERNELS, ROWS = P(None, "fsdp"), P("fsdp")

@@ -9,11 +9,11 @@ import pytest
 from shardrules._program.facts import (
     Facts,
     Origin,
+    Variation,
     summed_dims,
 )
 from shardrules._program.hlo import Hlo
 from shardrules._program.values import Values
-from shardrules._program.variation import Variation
 from tests.support.folders import ROOT
 
 TEXTS = sorted((ROOT / "tests" / "data" / "hlo").glob("*.txt.gz"))

@@ -26,9 +26,8 @@ from shardrules._base.atomic_write import replace_file
 from shardrules._program.compiler import compile_whole
 from shardrules._program.hlo import check_hlo
 from shardrules._program.jax_names import calls_python, compiler_input
-from shardrules._program.libraries import call_of
-from shardrules._program.refusal import Refusal
-from shardrules._program.stored import inner_of
+from shardrules._program.libraries import call_of, inner_of
+from shardrules._program.memory import Refusal
 from shardrules._program.topologies.topology import device_identity, topology_of
 
 _VARIABLE: Final = "SHARDRULES_CACHE"

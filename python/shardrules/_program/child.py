@@ -1,22 +1,32 @@
 """Runs what a folder asks for, and ends with its parent: the process of `compiler.Child`.
 
 It runs by its file, `python -P child.py FOLDER PARENT`: the folder's request.json names the module
-that does it. An error is then in error.txt. The folder goes when the parent does.
+whose `main` does it. An error is then in error.txt. The folder goes when the parent does. Its own
+`main` compiles the folder's module.bc until XLA has written what it makes to the folder's `dump`.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 FAILED = 3
 """Its exit code after an error; 1 and 2 are those of Python."""
+FILES = (
+    "after_optimizations.hlo.pb", "-memory-usage-report.txt",
+    "after_optimizations-buffer-assignment.txt",
+)  # fmt: skip
+"""Ends of the names of XLA's files that are read."""
+_LAST = {"cpu": ".debug_options", "tpu": "-memory-usage-report.pb"}
+"""End of the name of the file that XLA writes behind them, by platform."""
 _PAUSE = 0.01
 
 
@@ -36,7 +46,7 @@ def end_with_parent(folder: Path, parent: int) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", remove, str(folder)])
 
 
-def main(folder: Path, parent: int) -> NoReturn:
+def serve(folder: Path, parent: int) -> NoReturn:
     """Run what the folder asks for."""
     threading.Thread(target=end_with_parent, args=(folder, parent), daemon=True).start()
     while not (folder / "request.json").exists():
@@ -57,5 +67,53 @@ def main(folder: Path, parent: int) -> NoReturn:
     os._exit(0)
 
 
+def written(dump: Path, platform: str) -> list[Path]:
+    """Return the files that XLA writes before it generates code; [] if one is missing."""
+    names = [*FILES, _LAST[platform]]
+    found = [file for name in names for file in dump.glob(f"*{name}")]
+    return found if len(found) == len(names) else []
+
+
+def end_when_written(
+    dump: Path, platform: str, module_in: Callable[[bytes], bytes | None]
+) -> NoReturn:
+    """End this process when XLA has written all files, before it generates code.
+
+    On a busy machine libtpu has been seen to write its last file before all of the module.
+    """
+    before: list[int] = []
+    while True:
+        time.sleep(_PAUSE)
+        found = written(dump, platform)
+        sizes = [file.stat().st_size for file in sorted(dump.glob("*after_optimizations*"))]
+        if found and sizes == before and module_in(found[0].read_bytes()):
+            os._exit(0)
+        before = sizes
+
+
+def main(folder: Path, request: dict[str, Any]) -> None:
+    """Compile what the folder asks for."""
+    # Found by now, as `serve` has set the path.
+    from shardrules._program import jax_names
+
+    gc.disable()  # it ends too soon for that
+    dump, topology = folder / "dump", request["topology"]
+    platform = "cpu" if topology is None else "tpu"
+    threading.Thread(
+        target=end_when_written, args=(dump, platform, jax_names.module_in), daemon=True
+    ).start()
+    try:
+        module, options = ((folder / name).read_bytes() for name in ("module.bc", "options.pb"))
+        asked = jax_names.CompilerInput(
+            module, options, request["overrides"], request["device_ids"]
+        )
+        devices = jax_names.devices_without_jax(topology, request["library"], len(asked.device_ids))
+        jax_names.compile_dumped(asked, devices, str(dump))
+    except BaseException:
+        # For a custom call XLA for CPU has no code.
+        if platform != "cpu" or not written(dump, platform):
+            raise
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    serve(Path(sys.argv[1]), int(sys.argv[2]))

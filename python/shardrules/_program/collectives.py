@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Final, Literal, NamedTuple
 
 from shardrules._base.text import Place, record
-from shardrules._program.computation import Shape
+from shardrules._program.computation import Shape, trips
 from shardrules._program.hlo import CollectiveOp, CollectiveOpcode, Hlo
-from shardrules._program.trips import trips
 
 Moved = Literal["argument", "gradient", "state", "activation", "unexplained"]
 # Names of collectives in user programs, as JAX has them in op_name.

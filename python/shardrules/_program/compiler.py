@@ -1,7 +1,7 @@
 """Asks a compiler what it makes of a lowered step, in a child process that ends before code.
 
 XLA writes the optimized module, its memory report and its live ranges before it generates code,
-which takes most of the time: the child, `compiler_child`, ends itself then. It compiles for slices
+which takes most of the time: the child, `child`, ends itself then. It compiles for slices
 of TPUs by libtpu, and for CPUs by XLA for as many host devices. In this process nothing starts:
 no backend, thread, or change of the environment.
 """
@@ -28,7 +28,7 @@ from jax.stages import Compiled
 
 from shardrules._base.text import printable_lines
 from shardrules._place.mesh import has_devices
-from shardrules._program import child, compiler_child
+from shardrules._program import child
 from shardrules._program.jax_names import (
     CompilerInput,
     compiler_input,
@@ -36,9 +36,8 @@ from shardrules._program.jax_names import (
     lowered_shardings,
     module_text,
 )
-from shardrules._program.live_ranges import LiveRanges
-from shardrules._program.refusal import Refusal, refused_bytes
-from shardrules._program.stored import StoredProgram, boxed, inner_of
+from shardrules._program.libraries import StoredProgram, boxed, inner_of
+from shardrules._program.memory import LiveRanges, Refusal, refused_bytes
 from shardrules._program.topologies.topology import Topology, topology_of
 from shardrules._program.topologies.tpu import ENVIRONMENT, Slices, libtpu_path
 
@@ -167,7 +166,7 @@ class AskedCompiler:
             (self._child.folder / "module.bc").write_bytes(asked.module)
             (self._child.folder / "options.pb").write_bytes(asked.options)
             self._child.ask(
-                compiler_child,
+                child,
                 topology=None if slices is None else slices.description,
                 library=None if slices is None else libtpu_path(),
                 overrides=asked.overrides,
@@ -208,7 +207,7 @@ class AskedCompiler:
             if numbers is None:
                 raise _noted(RuntimeError(printable_lines(error.splitlines())))
         dump = folder / "dump"
-        files = [next(dump.glob(f"*{name}"), None) for name in compiler_child.FILES]
+        files = [next(dump.glob(f"*{name}"), None) for name in child.FILES]
         proto, report, buffers = (b"" if file is None else file.read_bytes() for file in files)
         text, total = module_text(proto), _TOTAL.search(report.decode("utf-8", "replace"))
         ranges = "".join(f.read_text("utf-8", "replace") for f in dump.glob("*-live-range.txt"))

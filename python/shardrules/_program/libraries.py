@@ -1,5 +1,7 @@
 """Reads how a compiled function is called: what `jax.jit`, `flax.nnx.jit` and `filter_jit` keep.
 
+`StoredProgram` stands for the `jax.stages.Compiled` that a child did not come to.
+
 `flax.nnx.jit` splits modules into graph definitions and states, and returns those that the
 function may have changed; `equinox.filter_jit` flattens arguments. Their private names are here
 alone, also those by which a step of `equinox.filter_jit` is lowered for shapes.
@@ -9,23 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import version
 from inspect import Parameter
 from itertools import chain, islice
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from jax import Array, ShapeDtypeStruct, tree_util
 from jax.sharding import PartitionSpec, Sharding
-from jax.stages import Compiled
+from jax.stages import Compiled, Lowered
 
 from shardrules._base.specs import is_partition_spec, spec_shown
 from shardrules._base.text import counted, printable, shown
 from shardrules._plan.plan import Plan
 from shardrules._program.executable import Call, Library
+from shardrules._program.hlo import check_hlo
 from shardrules._program.jax_names import compiled_in_tree
-from shardrules._program.stored import StoredProgram
+from shardrules._program.memory import LiveRanges
 
 PLANNED: Final = "a Plan, a tree of PartitionSpecs or shardings, or None for what is not looked at"
 _EXPECTED: Final = "jax.jit(f).lower(...).compile()"
@@ -330,3 +335,59 @@ _LIBRARIES: Final[Mapping[str, tuple[Library, Callable[[Any, Any, Any], _Trees]]
 }
 """By the package of a compiled function: the library, and what reads it, given the function, JAX's
 executable in it, and the plans."""
+
+
+class StoredProgram:
+    """What is read of a `jax.stages.Compiled`, where XLA has written it before code.
+
+    Args:
+        lowered: The function's `jax.stages.Lowered`: its structure, shapes and donation.
+        inputs: The sharding of each leaf of the arguments; None of those that jit has dropped.
+        outputs: The same of the results.
+        text: The optimized module.
+        peak: Bytes of the device's memory that the compiler assigns.
+        live: What XLA writes of that memory.
+    """
+
+    def __init__(
+        self,
+        lowered: Any,
+        inputs: list[Any],
+        outputs: list[Any],
+        text: str,
+        *,
+        peak: int,
+        live: LiveRanges,
+    ) -> None:
+        check_hlo(text)
+        self.in_tree = lowered.in_tree
+        self.out_tree = lowered.out_tree
+        self.args_info = lowered.args_info
+        self.out_info = lowered.out_info
+        self.input_shardings = self.in_tree.unflatten(inputs)
+        self.output_shardings = self.out_tree.unflatten(outputs)
+        self._text = text
+        self._peak = peak
+        self.live = live
+
+    def as_text(self) -> str:
+        """Return the optimized module."""
+        return self._text
+
+    def memory_analysis(self) -> Any:
+        """Return the bytes that a device needs, as far as they are read of JAX's own."""
+        sizes = {f"{name}_size_in_bytes": size for name, size in self.live.sizes().items()}
+        return SimpleNamespace(**sizes, total_allocation_bytes=self._peak)
+
+
+def inner_of(lowered: Any) -> Any:
+    """Return JAX's own Lowered, also behind one of flax or equinox; None of anything else."""
+    inner = getattr(lowered, "lowered", lowered)
+    return inner if isinstance(inner, Lowered) else None
+
+
+def boxed(lowered: Any, stored: StoredProgram) -> Any:
+    """Return a program in the box that the library of the step has around what is compiled."""
+    if lowered is inner_of(lowered):
+        return stored
+    return replace(lowered, lowered=SimpleNamespace(compile=lambda *_, **__: stored)).compile()

@@ -18,8 +18,8 @@ from shardrules._plan.lock import checked_json, lines_of
 from shardrules._program.collectives import Collective
 from shardrules._program.executable import Executable
 from shardrules._program.hlo import CollectiveOpcode
+from shardrules._program.libraries import StoredProgram
 from shardrules._program.memory import totals_of
-from shardrules._program.stored import StoredProgram
 
 KINDS: Final = get_args(CollectiveOpcode)
 _FORMAT: Final = "shardrules program lock 1"

@@ -24,14 +24,13 @@ from shardrules._plan.plan import Plan
 from shardrules._plan.report import Page
 from shardrules._program.causes import REASONS
 from shardrules._program.collectives import Collective, Exchange, exchanges
-from shardrules._program.executable import Executable
+from shardrules._program.executable import Executable, State, states
 from shardrules._program.hlo import Hlo, hlo_errors
 from shardrules._program.inputs import planned_targets
 from shardrules._program.libraries import call_of
 from shardrules._program.lock import Costs, compared, costs_of, program_lock_text, read_program_lock
 from shardrules._program.memory import Memory, Totals, memory_of, totals_of
 from shardrules._program.reasons import Reasons, Row
-from shardrules._program.states import State, states
 from shardrules._program.step_seconds import (
     ProgramTime,
     Roofline,

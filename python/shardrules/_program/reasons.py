@@ -14,7 +14,7 @@ from shardrules._plan.axis_uses import expert_axes_among, is_gathered
 from shardrules._plan.roles import experts_dim
 from shardrules._program.causes import REASONS
 from shardrules._program.collectives import Exchange, Moved, is_called
-from shardrules._program.executable import Executable
+from shardrules._program.executable import Executable, State
 from shardrules._program.facts import (
     PRODUCTS,
     REDUCTIONS,
@@ -24,7 +24,6 @@ from shardrules._program.facts import (
     Use,
     summed_dims,
 )
-from shardrules._program.states import State
 from shardrules._program.values import Values
 
 _PRODUCT_NAMES: Final = ("conv_general_dilated", "dot_general")

@@ -39,11 +39,10 @@ from shardrules._program.compared import RehearsedLeaf, compared, rounding_of
 from shardrules._program.compiler import LIMIT, Child, crash_text
 from shardrules._program.executable import Executable
 from shardrules._program.jax_names import compiler_input, kept_arguments, lowered_shardings
-from shardrules._program.libraries import call_of
-from shardrules._program.live_ranges import LiveRanges
+from shardrules._program.libraries import StoredProgram, boxed, call_of, inner_of
 from shardrules._program.lowering import check_step, lowering_on, step_parts
+from shardrules._program.memory import LiveRanges
 from shardrules._program.rehearse_child import read, write
-from shardrules._program.stored import StoredProgram, boxed, inner_of
 
 _RUNS: Final = ("the arguments", "the arguments moved once", "the arguments moved twice")
 _FLOATS: Final = re.compile(r"[<x]b?f(?:16|32|64)>")

@@ -12,7 +12,7 @@ from shardrules._plan.answers import Column, Section, Table
 from shardrules._plan.report import Page
 from shardrules._program.computation import Instruction, line_at, parsed, shapes_in
 from shardrules._program.hlo import Hlo, hlo_errors
-from shardrules._program.kernels import KERNEL_EFFICIENCY, splash_flops
+from shardrules._program.work import KERNEL_EFFICIENCY, splash_flops
 
 _CYCLES: Final = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN: Final = 2**62

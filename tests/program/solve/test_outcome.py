@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._program.refusal import Refusal
+from shardrules._program.memory import Refusal
 from shardrules._program.solve import candidates
 from shardrules._program.solve import solution as solving
 from shardrules._program.solve.candidates import shortlist

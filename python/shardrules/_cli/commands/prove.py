@@ -57,7 +57,7 @@ def prove(
     from shardrules._base.text import printable_json
     from shardrules._cli import planning, process, show
     from shardrules._plan.plan import Plan
-    from shardrules._program.refusal import OutOfMemory
+    from shardrules._program.memory import OutOfMemory
     from shardrules._program.step_seconds import ProgramTime
     from shardrules._program.verify.prove import head_of, prove, time_shown
 

@@ -20,8 +20,8 @@ from shardrules._program.collectives import exchanges
 from shardrules._program.compiler import asked_compiler, has_child, results_in_order
 from shardrules._program.hlo import hlo_errors
 from shardrules._program.lowering import lowering_on
+from shardrules._program.memory import Refusal
 from shardrules._program.program import Program, inspect
-from shardrules._program.refusal import Refusal
 from shardrules._program.solve.constraints import constrained_step, spec_of_cuts
 from shardrules._program.solve.layout import STORED
 from shardrules._program.solve.price import Price, Seconds

@@ -8,7 +8,7 @@ from math import log2, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.dtypes import is_inexact
-from shardrules._program.kernels import KERNEL_EFFICIENCY
+from shardrules._program.work import KERNEL_EFFICIENCY
 
 if TYPE_CHECKING:
     from shardrules._base.hardware import Hardware

@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple
 from shardrules._base.dtypes import bits_of
 from shardrules._base.specs import entries_of, entry_axes
 from shardrules._program.jax_names import user_line
-from shardrules._program.kernels import kernel_flops
 from shardrules._program.step.factors import (
     Dimensions,
     Dims,
@@ -23,6 +22,7 @@ from shardrules._program.step.factors import (
     same_rule,
     shape_of,
 )
+from shardrules._program.work import kernel_flops
 
 Site = tuple[int, ...]
 """Places of equations, the outermost first; after that of a loop or branch the body's number."""

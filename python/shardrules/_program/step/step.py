@@ -23,7 +23,6 @@ from shardrules._place.mesh import in_force
 from shardrules._place.named_arrays import leaf_paths
 from shardrules._plan.answers import Column, Table
 from shardrules._plan.plan import Plan
-from shardrules._program.kernels import primitive_name
 from shardrules._program.lowering import (
     check_static,
     check_step,
@@ -35,6 +34,7 @@ from shardrules._program.lowering import (
 from shardrules._program.step.equations import Equations, inputs_of, only_call, without_dead
 from shardrules._program.step_seconds import phase_of
 from shardrules._program.topologies.topology import Topology
+from shardrules._program.work import primitive_name
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

@@ -14,9 +14,16 @@ from shardrules._base.rule_specs import in_memory
 from shardrules._base.text import bytes_shown, counted, printable
 from shardrules._place.memory import memory_apart
 from shardrules._plan.findings import Finding, Level, VerifyKind
-from shardrules._program.executable import Executable, Library, Side, at, sharding_shown
+from shardrules._program.executable import (
+    Evidence,
+    Executable,
+    Library,
+    Side,
+    State,
+    at,
+    sharding_shown,
+)
 from shardrules._program.inputs import PlannedSharding
-from shardrules._program.states import Evidence, State
 
 _CONSTRAINT: Final = "jax.lax.with_sharding_constraint(arrays, plan.shardings())"
 _NNX: Final = "in_shardings=nnx.StateSharding(plan.shardings())"

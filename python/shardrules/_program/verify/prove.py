@@ -27,9 +27,8 @@ from shardrules._program.lowering import (
     mesh_of,
     target_mesh,
 )
-from shardrules._program.memory import Memory
+from shardrules._program.memory import Memory, Refusal
 from shardrules._program.program import Program, roofline_on, time_on
-from shardrules._program.refusal import Refusal
 from shardrules._program.step_seconds import ProgramTime, Roofline
 from shardrules._program.topologies.topology import (
     Topology,

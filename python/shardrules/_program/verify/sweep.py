@@ -28,8 +28,7 @@ from shardrules._plan.answers import Answer, Column, Table
 from shardrules._plan.sweep import factorizations
 from shardrules._program.compiler import is_of_cpus, results_in_order
 from shardrules._program.lowering import step_parts
-from shardrules._program.memory import Buffer
-from shardrules._program.refusal import OutOfMemory
+from shardrules._program.memory import Buffer, OutOfMemory
 from shardrules._program.step_seconds import Roofline
 from shardrules._program.topologies.topology import Topology, topology_of, topology_shown
 from shardrules._program.verify.prove import BY_CPU, AskedProof

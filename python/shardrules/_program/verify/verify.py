@@ -10,12 +10,11 @@ from shardrules._base.mistakes import in_order
 from shardrules._base.text import bytes_shown, counted
 from shardrules._plan.findings import Finding, Findings
 from shardrules._plan.kinds import DEFAULT_LARGE
-from shardrules._program.executable import Executable
+from shardrules._program.executable import Executable, states
 from shardrules._program.hlo import hlo_errors
 from shardrules._program.inputs import PlannedSharding, other_kinds, planned_targets
 from shardrules._program.libraries import call_of
 from shardrules._program.program import Program, batches
-from shardrules._program.states import states
 from shardrules._program.verify.budget import limits_of, over_budget
 from shardrules._program.verify.differing import differing
 from shardrules._program.verify.placements import (
