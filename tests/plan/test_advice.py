@@ -20,19 +20,21 @@ def fix_of(shape, spec, mesh):
     return one.fix
 
 
-@pytest.mark.parametrize(("heads", "unit"), [(4, 1), (2, 128)])
+@pytest.mark.parametrize(("heads", "unit"), [(4, 1), (2, 128), (6, 1), (12, 64)])
 def test_few_heads_by_two_axes(heads, unit):
     spec = sr.RuleSpec((None, "tp"), units=(None, unit))
     fix = fix_of((64, heads * unit), spec, {"tp": 8})
+    parts = {6: 2, 12: 4}.get(heads, heads)
     assert (
-        f"put kv={heads}, rep={8 // heads} in the mesh in place of tp=8: rules.with_axes({{'tp': ('kv', 'rep')}}) and "
+        f"put kv={parts}, rep={8 // parts} in the mesh in place of tp=8: rules.with_axes({{'tp': ('kv', 'rep')}}) and "
         "Correction(indivisible='prefix')"
     ) in fix
     rules = sr.Rules([("w", spec)]).with_axes({"tp": ("kv", "rep")})
-    mesh = {"kv": heads, "rep": 8 // heads}
+    mesh = {"kv": parts, "rep": 8 // parts}
     plan = sr.plan({"w": array(64, heads * unit)}, sr.Rules(rules, correction=PREFIX), mesh)
     assert plan.kind("w").spec == (None, "kv")
-    plan.check(large=1).raise_for("warning")  # they are shared on purpose
+    if parts == heads:
+        plan.check(large=1).raise_for("warning")  # they are shared on purpose
 
 
 def test_what_could_be_cut_further_is_no_sharing():
@@ -42,7 +44,7 @@ def test_what_could_be_cut_further_is_no_sharing():
     assert "is not divisible" in one.message
 
 
-@pytest.mark.parametrize("size", [3, 6, 12])
+@pytest.mark.parametrize("size", [3, 50_258])
 def test_no_such_axes_for_other_sizes(size):
     assert fix_of((64, size), (None, "tp"), {"tp": 8}) == "use fewer axes or pad the array"
 

@@ -518,7 +518,7 @@ def test_a_scale_is_not_to_be_padded():
     tree = {"w": array(6, 8), "w_scale": array(6)}
     plan = sr.plan(tree, [("w$", P("tp"))], MESH, companions=[scale])
     losses = {path: plan.kind(path).losses for path in tree}
-    assert {path: one.fix.partition(", or let")[0] for path, (one,) in losses.items()} == {
+    assert {path: one.fix.partition(", or ")[0] for path, (one,) in losses.items()} == {
         "w": "use fewer axes or pad the array",
         "w_scale": "use fewer axes",
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Container, Iterable, Mapping
+from math import gcd
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 from shardrules._base.arguments import check_type, strings
@@ -262,11 +263,15 @@ def with_axes_split(spec: _Spec, parts: Mapping[str, tuple[str, ...]]) -> _Spec:
 
 
 def few_heads_advice(heads: int, axis: str, devices: int) -> str:
-    """Return how so few heads are shared along an axis; "" if they cannot be shared evenly."""
-    if not 1 < heads < devices or devices % heads:
+    """Return how so few heads are shared along an axis; "" if they cannot be shared evenly.
+
+    Of more heads than that it would be no head any more, but a vocabulary or a width.
+    """
+    parts = gcd(heads, devices)
+    if parts in (1, devices) or heads > 2 * devices:
         return ""
     return (
-        f"put kv={heads}, rep={devices // heads} in the mesh in place of {axis}={devices}: "
+        f"put kv={parts}, rep={devices // parts} in the mesh in place of {axis}={devices}: "
         f"rules.with_axes({{{axis!r}: ('kv', 'rep')}}) and Correction(indivisible='prefix')"
     )
 
