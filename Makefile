@@ -22,7 +22,7 @@ PYTEST = -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 # How long `make fuzz` spends on each target.
 SECONDS ?= 300
 
-.PHONY: demo test environments test-all test-newest test-tpu test-tpu-pages test-cuda test-cpp test-oldest test-asan bench bench-report docs fuzz fuzz-cpp fuzz-python \
+.PHONY: demo test environments test-all test-newest test-tpu test-tpu-pages test-cuda test-cpp test-oldest test-asan bench docs fuzz fuzz-cpp fuzz-python \
 	fuzz-differential lint format sanitize clean dist test-dist api
 
 demo: $(VENV)/installed
@@ -136,11 +136,6 @@ fuzz-differential: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks
-
-# docs/benchmarks.md and its plots, measured anew.
-bench-report: $(VENV)/installed
-	$(VENV)/bin/python -m pip $(INSTALL) --group bench
-	$(VENV)/bin/python -m benchmarks.report
 
 # The site, into build/site, from sources alone; warnings are errors.
 docs: $(DOCS)/dependencies

@@ -17,8 +17,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from benchmarks.harness import collector, interleaved_seconds
-from benchmarks.scaling import Row
+from benchmarks.harness import (
+    Row,
+    compared,
+    interleaved_seconds,
+    milliseconds,
+    quartiles_of,
+    without_collector,
+)
 from benchmarks.trees import families
 
 LEAVES = 200
@@ -29,7 +35,7 @@ CALLS = 200  # constraints in one traced function
 def rows() -> Iterator[Row]:
     """Yield each row's ratio, from medians of interleaved runs."""
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
-    with collector(enabled=False), warnings.catch_warnings():
+    with without_collector(), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # eformer's
         yield from _placement(mesh)
         yield from _many(mesh)
@@ -73,12 +79,9 @@ def _placement(mesh: Mesh) -> Iterator[Row]:
         "gather": (lambda: sr.gather(placed()), lambda: by_leaf(gather_fns, placed())),
     }
     for name, (ours, theirs) in pairs.items():
-        a, b = interleaved_seconds([cold(ours), cold(theirs)], runs=1)
-        note = f"ours {a * 1e3:.1f} ms, eformer {b * 1e3:.0f} ms, which compiles for each leaf"
-        yield Row(f"{name} {LEAVES} leaves, first call, ours / eformer", a / b, "x", None, note)
-        a, b = interleaved_seconds([ours, theirs], runs=5)
-        note = f"ours {a * 1e3:.1f} ms, eformer {b * 1e3:.1f} ms"
-        yield Row(f"{name} {LEAVES} leaves, again, ours / eformer", a / b, "x", None, note)
+        what = f"{name} {LEAVES} leaves"
+        yield compared(f"{what}, first call / eformer's", cold(ours), cold(theirs), runs=1)
+        yield compared(f"{what}, again / eformer's", ours, theirs, runs=5)
 
 
 def _many(mesh: Mesh) -> Iterator[Row]:
@@ -88,14 +91,12 @@ def _many(mesh: Mesh) -> Iterator[Row]:
     tree = {str(i): {name: zeros.copy() for name in names} for i in range(MANY // len(names))}
     rules = sr.Rules([("w[qk]", P("fsdp", "tp")), ("w[vo]", P("tp", "fsdp")), (".*", P())])
     plan = sr.plan(tree, rules, mesh)
-    flat = {f"{i}/{name}": leaf for i, layer in tree.items() for name, leaf in layer.items()}
     state = families(tree)["nnx.State of Params"]
     ways = {
         "numpy arrays, by rules": (tree, rules),
         "numpy arrays, by a Plan": (tree, plan),
         "numpy arrays, by specs": (tree, plan.specs()),
         "numpy arrays, by shardings": (tree, plan.shardings()),
-        "numpy arrays in a flat dict, by rules": (flat, rules),
         "numpy arrays in nnx.State, by rules": (state, rules),
     }
     leaves, shardings = map(tree_util.tree_leaves, (tree, plan.shardings()))
@@ -117,10 +118,10 @@ def _placed_in_turns(
     calls = [partial(_done, call) for call in (*ours, theirs)]
     rounds = [interleaved_seconds(calls, runs=1) for _ in range(9)]
     for i, what in enumerate(ways):
-        a, b = (median(one[k] for one in rounds) for k in (i, -1))
-        note = f"ours {a * 1e3:.0f} ms, jax.device_put {b * 1e3:.0f} ms"
+        a, b = (milliseconds(median(one[k] for one in rounds)) for k in (i, -1))
+        ratios = [one[i] / one[-1] for one in rounds]
         name = f"shard {MANY:,} {what} / jax.device_put of the flat list"
-        yield Row(name, median(one[i] / one[-1] for one in rounds), "x", 1.05, note)
+        yield Row(name, median(ratios), "x", 1.05, f"{a}; {b}", quartiles_of(ratios))
 
 
 def _done(call: Callable[[], Any]) -> Any:
@@ -138,13 +139,9 @@ def _constraints(mesh: Mesh) -> Iterator[Row]:
             yield _inside_jit(
                 f"{len(layer) * 2} arrays in a tree, by {what}", tree, given, shardings
             )
-        calls = [
-            partial(sr.with_sharding_constraint, x, spec),
-            partial(jax.lax.with_sharding_constraint, x, spec),
-        ]
-        a, b = interleaved_seconds(calls, runs=301)
-        note = f"ours {a * 1e6:.0f} us, bare {b * 1e6:.0f} us"
-        yield Row("constraint outside of jit, a call, ours / bare", a / b, "x", None, note)
+        ours = partial(sr.with_sharding_constraint, x, spec)
+        theirs = partial(jax.lax.with_sharding_constraint, x, spec)
+        yield compared("constraint outside of jit, a call / JAX's own", ours, theirs, runs=301)
 
 
 def _ways_to_decide(tree: Any, mesh: Mesh) -> dict[str, tuple[tuple[Any, ...], Any]]:
@@ -152,7 +149,6 @@ def _ways_to_decide(tree: Any, mesh: Mesh) -> dict[str, tuple[tuple[Any, ...], A
     pairs = [("w[qk]", P("fsdp", None, "tp")), ("w[vo]", P("tp", None, "fsdp")), ("scale", P())]
     plan = sr.plan(tree, pairs, mesh)
     given = {
-        "pairs": pairs,
         "Rules": sr.Rules(pairs),
         "a Plan": plan,
         "specs": plan.specs(),
@@ -186,6 +182,7 @@ def _inside_jit(what: str, tree: Any, given: tuple[Any, ...], to: Any) -> Row:
     makers = [traced(lambda tree: tree), traced(ours), traced(bare)]
     rounds = [interleaved_seconds(makers, runs=1) for _ in range(25)]
     a, b = (median(one[i] - one[0] for one in rounds) / calls for i in (1, 2))
-    ratio = median((one[1] - one[0]) / (one[2] - one[0]) for one in rounds)
-    note = f"ours {a * 1e6:.0f} us, JAX {b * 1e6:.0f} us"
-    return Row(f"constraint inside jit, {what}, a call, ours / JAX's own", ratio, "x", 1.1, note)
+    ratios = [(one[1] - one[0]) / (one[2] - one[0]) for one in rounds]
+    name = f"constraint inside jit, {what}, a call / JAX's own"
+    note = f"{milliseconds(a)}; {milliseconds(b)}"
+    return Row(name, median(ratios), "x", 1.1, note, quartiles_of(ratios))

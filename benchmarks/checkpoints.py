@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from benchmarks.scaling import Row
+from benchmarks.harness import Row
 from shardrules._checkpoint import files
 
 ROUNDS: Final = 5

@@ -8,7 +8,6 @@ import subprocess
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -16,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from benchmarks.cases import cold_match
-from benchmarks.harness import collector, interleaved_seconds
-from benchmarks.scaling import Row
+from benchmarks.harness import Row, compared, without_collector
 from tests.support import corpus
 
 SOURCE = Path(__file__).with_name("floor.cpp")
@@ -31,12 +29,10 @@ def rows() -> Iterator[Row]:
     rules = sr.Rules(pairs)
     rules.match(tree)
     calls = {"cold": lambda: cold_match(pairs, tree), "compiled before": lambda: rules.match(tree)}
-    with collector(enabled=False):
+    with without_collector():
         for name, call in calls.items():
-            rounds = [interleaved_seconds([call, lambda: clone(tree, P())], 1) for _ in range(31)]
-            ratio = median(ours / floor for ours, floor in rounds)
-            note = f"ours {median(ours for ours, _ in rounds) * 1e3:.1f} ms"
-            yield Row(f"match, DeepSeek-V3 nested, {name}, to the floor", ratio, "x", 1.15, note)
+            what = f"match, DeepSeek-V3 nested, {name} / the floor"
+            yield compared(what, call, lambda: clone(tree, P()), runs=31, bar=1.15)
 
 
 def _built_clone() -> Callable[[Any, P], Any]:

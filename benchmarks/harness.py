@@ -9,13 +9,13 @@ import gc
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from statistics import median
+from statistics import median, quantiles
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from jax import tree_util
 from jax.sharding import PartitionSpec
@@ -23,10 +23,28 @@ from jax.sharding import PartitionSpec
 Call = Callable[[], Any]
 PEERS: Final = ("eformer", "flax", "re loop")
 """The peers of the cases, in the order of the tables."""
+_ROUNDS: Final = 5
+_QUICK_RUNS: Final = 5
 _PACKAGES: Final = (
-    "shardrules", "jax", "jaxlib", "numpy", "eformer", "flax", "equinox", "optax", "google-re2",
-    "optree",
+    "shardrules", "jax", "jaxlib", "numpy", "eformer", "flax", "equinox", "optax",
 )  # fmt: skip
+
+
+class Row(NamedTuple):
+    """A measurement beside its bar; at most that much is asked for."""
+
+    name: str
+    measured: float
+    unit: str
+    bar: float | None = None
+    note: str = ""
+    quartiles: tuple[float, float] | None = None
+    """Between these is the middle half of the rounds."""
+
+    @property
+    def verdict(self) -> str:
+        """Whether the bar, if there is one, is met."""
+        return "" if self.bar is None else "met" if self.measured <= self.bar else "MISSED"
 
 
 @dataclass
@@ -66,8 +84,12 @@ class Result:
 
         The median of the rounds' own ratios: a machine that slows down for seconds slows both.
         """
+        return median(self.ratios(reference))
+
+    def ratios(self, reference: str) -> list[float]:
+        """Return the ratio of each round."""
         pairs = zip(self.rounds["ours"], self.rounds[reference], strict=True)
-        return median(a / b if reference == "identity" else b / a for a, b in pairs)
+        return [a / b if reference == "identity" else b / a for a, b in pairs]
 
     def verdict(self) -> str:
         """Return whether each bar is met."""
@@ -80,8 +102,8 @@ class Result:
         return ", ".join(words)
 
 
-def measure(case: Case, *, with_collector: bool, rounds: int = 5, quick_runs: int = 5) -> Result:
-    """Run everything once to compare results, then times it, interleaved.
+def measure(case: Case) -> Result:
+    """Run everything once to compare results, then time it, interleaved, without the collector.
 
     In each round a peer runs once; ours and identity, which are quick, several times.
     """
@@ -91,25 +113,34 @@ def measure(case: Case, *, with_collector: bool, rounds: int = 5, quick_runs: in
             raise AssertionError(f"{case.name}: {name} and shardrules disagree")
     calls = {"ours": case.ours, "identity": case.identity, **case.peers}
     times: dict[str, list[float]] = {name: [] for name in calls}
-    with collector(enabled=with_collector):
-        for _ in range(rounds):
+    with without_collector():
+        for _ in range(_ROUNDS):
             for name, call in calls.items():
-                runs = 1 if name in case.peers else quick_runs
+                runs = 1 if name in case.peers else _QUICK_RUNS
                 times[name] += interleaved_seconds([call], runs)
     return Result(case, times)
 
 
-def measure_all(cases: Iterable[Case], tell: Callable[[str], None]) -> dict[bool, list[Result]]:
-    """Return each case without (False) and with the garbage collector.
+def compared(name: str, ours: Call, reference: Call, *, runs: int, bar: float | None = None) -> Row:
+    """Return how many times as long ours takes: the median of the rounds, with their quartiles."""
+    rounds = [interleaved_seconds([ours, reference], runs=1) for _ in range(runs)]
+    a, b = (median(one[i] for one in rounds) for i in (0, 1))
+    note = f"{milliseconds(a)}; {milliseconds(b)}"
+    ratios = [one / other for one, other in rounds]
+    return Row(name, median(ratios), "x", bar, note, quartiles_of(ratios))
 
-    `tell` hears how far it is.
-    """
-    results: dict[bool, list[Result]] = {False: [], True: []}
-    for case in cases:
-        for with_collector, measured in results.items():
-            measured.append(measure(case, with_collector=with_collector))
-        tell(f"measured: {case.name}")
-    return results
+
+def quartiles_of(ratios: Sequence[float]) -> tuple[float, float] | None:
+    """Return what the middle half of the ratios lies between; None of one ratio."""
+    if len(ratios) == 1:
+        return None
+    low, _, high = quantiles(ratios, method="inclusive")
+    return low, high
+
+
+def milliseconds(seconds: float) -> str:
+    """Return the time in words."""
+    return f"{seconds * 1e3:.3g} ms"
 
 
 def interleaved_seconds(calls: Sequence[Call], runs: int) -> list[float]:
@@ -134,11 +165,10 @@ def same(a: Any, b: Any) -> bool:
 
 
 @contextmanager
-def collector(*, enabled: bool) -> Iterator[None]:
-    """With the garbage collector on, or off, and in any case run once before."""
+def without_collector() -> Iterator[None]:
+    """Keep the garbage collector from running, after it has run once."""
     gc.collect()
-    if not enabled:
-        gc.disable()
+    gc.disable()
     try:
         yield
     finally:

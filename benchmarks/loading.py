@@ -28,7 +28,7 @@ import safetensors.numpy
 from jax.sharding import Mesh
 
 import shardrules as sr
-from benchmarks.scaling import Row
+from benchmarks.harness import Row
 
 MEGABYTES: Final = 4096
 RUNS: Final = 3

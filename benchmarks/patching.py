@@ -12,9 +12,8 @@ from flax import linen
 from jax.sharding import Mesh, PartitionSpec
 
 import shardrules as sr
-from benchmarks.harness import collector, interleaved_seconds
+from benchmarks.harness import Row, interleaved_seconds, without_collector
 from benchmarks.planning import RULES
-from benchmarks.scaling import Row
 from tests.support import corpus
 from tests.support.easydel_style import Model
 
@@ -37,7 +36,7 @@ def rows() -> Iterator[Row]:
             names, mesh, [("embed", "fsdp"), ("mlp", "tp")]
         ),
     }
-    with collector(enabled=False), warnings.catch_warnings():
+    with without_collector(), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # eformer's
         theirs = interleaved_seconds([*steps.values()], runs=5)
         with sr.patch("eformer", "flax"):

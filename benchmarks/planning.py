@@ -16,8 +16,7 @@ import jax
 from flax.linen import LogicallyPartitioned
 
 import shardrules as sr
-from benchmarks.harness import collector, interleaved_seconds
-from benchmarks.scaling import Row
+from benchmarks.harness import Row, compared, interleaved_seconds, without_collector
 from examples import demo
 from tests.support import corpus
 from tests.support.browser import chromium, metrics_of
@@ -29,7 +28,7 @@ BARS = {"plan, then check": 2.0}
 
 def rows() -> Iterator[Row]:
     """Yield all rows, each measured in its turn, without the garbage collector."""
-    with collector(enabled=False):
+    with without_collector():
         yield from _plans()
         yield from _sweeps()
         yield from _suggestions()
@@ -44,7 +43,6 @@ def _plans() -> Iterator[Row]:
     planned = sr.plan(tree, rules, MESH)
     if planned.shardings() != sr.named_shardings(tree, rules, MESH):
         raise AssertionError("the plan and named_shardings disagree")
-    locked = planned.lock()
     trainer, sampler = (
         planned.on_mesh({"fsdp": n, "sp": 1, "tp": m}) for n, m in [(64, 1), (1, 32)]
     )
@@ -54,19 +52,16 @@ def _plans() -> Iterator[Row]:
 
     calls: dict[str, Callable[[], Any]] = {
         "plan": plan,
-        "plan, then its table": lambda: repr(plan()),
         "plan, then check": lambda: plan().check(),
         "plan, then lock": lambda: plan().lock(),
-        "Plan.from_lock": lambda: sr.Plan.from_lock(locked),
-        "Plan.shardings": planned.shardings,
         "Plan.transfer from fsdp=64 to tp=32": lambda: trainer.transfer(sampler),
         "Plan.sweep over 10 meshes": lambda: planned.sweep(fixed={"sp": 1}),
     }
     identity = partial(jax.tree_util.tree_map, lambda leaf: leaf, tree)
     for name, call in calls.items():
-        ours, reference = interleaved_seconds([call, identity], runs=7)
-        note = f"{ours * 1e3:.0f} ms; identity {reference * 1e3:.0f} ms, {len(planned):,} leaves"
-        yield Row(f"{name}, DeepSeek-V3, to identity", ours / reference, "x", BARS.get(name), note)
+        yield compared(
+            f"{name}, DeepSeek-V3 / identity", call, identity, runs=7, bar=BARS.get(name)
+        )
     yield from _names_that_do_not_fold()
 
 
@@ -123,9 +118,8 @@ def _logical_plans() -> Iterator[Row]:
     }
     for name, (given, call) in cases.items():
         identity = partial(jax.tree_util.tree_map, lambda leaf: leaf, given)
-        ours, reference = interleaved_seconds([call, identity], runs=7)
-        note = f"{ours * 1e3:.0f} ms; identity {reference * 1e3:.0f} ms, {len(beside):,} leaves"
-        yield Row(f"plan of logical rules, {name}, to identity", ours / reference, "x", 2.0, note)
+        what = f"plan of logical rules, {name} / identity"
+        yield compared(what, call, identity, runs=7, bar=2.0)
 
 
 def _names_of(leaf: Any) -> tuple[str | None, ...]:

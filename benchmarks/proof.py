@@ -13,8 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from benchmarks.harness import collector, interleaved_seconds
-from benchmarks.scaling import Row
+from benchmarks.harness import Row, compared, interleaved_seconds, without_collector
 from benchmarks.trees import ATTENTION_RULES, attention_layers, families
 
 LEAVES = 10_000
@@ -25,7 +24,7 @@ def rows() -> Iterator[Row]:
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
     layers = attention_layers(LEAVES)
     trees = {"dicts": layers, "nnx.State": families(layers)["nnx.State of Params"]}
-    with collector(enabled=False):
+    with without_collector():
         for name, tree in trees.items():
             yield _audit(name, tree, mesh)
         yield _verify(layers, mesh)
@@ -36,10 +35,8 @@ def _audit(name: str, tree: Any, mesh: Mesh) -> Row:
     placed = _placed(plan)
     _check_audit(placed, plan)
     identity = partial(tree_util.tree_map, lambda leaf: leaf, placed)
-    ours, reference = interleaved_seconds([partial(sr.audit, placed, plan), identity], runs=15)
-    note = f"{ours * 1e3:.0f} ms; identity {reference * 1e3:.0f} ms"
-    what = f"audit, {len(plan):,} arrays on 8 devices, {name}, to identity"
-    return Row(what, ours / reference, "x", 2.0, note)
+    what = f"audit, {len(plan):,} arrays on 8 devices, {name} / identity"
+    return compared(what, partial(sr.audit, placed, plan), identity, runs=15, bar=2.0)
 
 
 def _verify(tree: Any, mesh: Mesh) -> Row:
@@ -64,7 +61,7 @@ def _verify(tree: Any, mesh: Mesh) -> Row:
         f"{ours * 1e3:.0f} ms, of which XLA prints for {text * 1e3:.0f} ms; identity "
         f"{reference * 1e3:.0f} ms"
     )
-    what = f"verify, a step with {len(plan):,} arguments, without XLA's text, to identity"
+    what = f"verify, a step with {len(plan):,} arguments, without XLA's text / identity"
     return Row(what, (ours - text) / reference, "x", 2.0, note)
 
 

@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from re import _parser  # type: ignore[attr-defined]
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from benchmarks.harness import collector, interleaved_seconds
+from benchmarks.harness import Row, compared, interleaved_seconds, without_collector
 from benchmarks.trees import ATTENTION_RULES, LEAF, attention_layers
 from tests.support import corpus
 
@@ -32,25 +32,10 @@ ADVERSARIAL = {
 }
 
 
-class Row(NamedTuple):
-    """A measurement beside its bar; at most that much is asked for."""
-
-    name: str
-    measured: float
-    unit: str
-    bar: float | None = None
-    note: str = ""
-
-    @property
-    def verdict(self) -> str:
-        """Whether the bar, if there is one, is met."""
-        return "" if self.bar is None else "met" if self.measured <= self.bar else "MISSED"
-
-
 def rows() -> Iterator[Row]:
     """Yield all rows, each measured when its turn comes, without the garbage collector."""
     for measure in (_rules_growth, _compiling, _importing, _leaves_growth, _coverage, _bounds):
-        with collector(enabled=False):
+        with without_collector():
             yield from measure()
 
 
@@ -99,11 +84,10 @@ def _compiling() -> Iterator[Row]:
         yield Row(f"compile: {name}", each, "us a rule", bar)
     regexes = sorted(p for p in real if re.search(r"[\\.^$*+?{}\[\]|()]", p))
     rules = [(p, P()) for p in regexes]
-    ours, parsed = interleaved_seconds(
-        [lambda: sr.Rules(rules), lambda: [_parser.parse(p) for p in regexes]], runs=15
+    name = f"compile: {len(regexes)} real ones that are not literal / Python's parser alone"
+    yield compared(
+        name, lambda: sr.Rules(rules), lambda: [*map(_parser.parse, regexes)], runs=15, bar=1.5
     )
-    name = "compile: real ones that are not literal, to Python's parser alone on them"
-    yield Row(name, ours / parsed, "x", 1.5, f"{len(regexes)} patterns")
 
 
 def _importing() -> Iterator[Row]:
@@ -157,8 +141,8 @@ def _extra_memory(compiled: sr.Rules, tree: Any) -> Iterator[Row]:
 def _coverage() -> Iterator[Row]:
     tree = corpus.manifest(corpus.DEEPSEEK).nested(corpus.abstract)
     rules = sr.Rules(corpus.rules("easydel__deepseek_v3-DeepseekV3Config-v0.2.0"))
-    ratio = _seconds(lambda: rules.coverage(tree), 7) / _seconds(lambda: rules.match(tree), 7)
-    yield Row("coverage (all matches of all leaves) / match, DeepSeek-V3", ratio, "x")
+    name = "coverage (all matches of all leaves) / match, DeepSeek-V3"
+    yield compared(name, lambda: rules.coverage(tree), lambda: rules.match(tree), runs=7)
 
 
 def _bounds() -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Suggested rules beside hand-written ones, on all models and meshes: the table of docs/benchmarks.md."""
+"""Suggested rules beside hand-written ones, on all models and meshes: the table of tests/data/suggested.md."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Suggested rules beside those that experts wrote: bytes, rules, traffic, and the least bytes.
 
-`python -m tests.support.suggested` writes the table of docs/benchmarks.md anew; it takes a minute.
+`python -m tests.support.suggested` writes the table of tests/data/suggested.md anew; it takes a minute.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FITS = 0.9
 
 
 NONE = "none fits"
-_PAGE = ROOT / "docs" / "benchmarks.md"
+_PAGE = ROOT / "tests" / "data" / "suggested.md"
 _HEAD = "| model | mesh | rules | bytes | to the least | best hand-written set | its rules | bytes to its |"
 
 
@@ -228,16 +228,13 @@ def cases() -> list[tuple[str, str]]:
 
 def printed() -> list[str]:
     """The rows that the page shows."""
-    text = _PAGE.read_text(encoding="utf-8")
-    return text.partition(_HEAD)[2].partition("\n\n")[0].splitlines()[2:]
+    return _PAGE.read_text(encoding="utf-8").partition(_HEAD)[2].splitlines()[2:]
 
 
 def main() -> None:
-    text = _PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(_HEAD)
-    after = rest.partition("\n\n")[2]
+    before = _PAGE.read_text(encoding="utf-8").partition(_HEAD)[0]
     lines = [_HEAD, "|---|---|--:|--:|--:|---|--:|--:|--:|", *(str(row(*case)) for case in cases())]
-    _PAGE.write_text(before + "\n".join(lines) + "\n\n" + after, encoding="utf-8")
+    _PAGE.write_text(before + "\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
