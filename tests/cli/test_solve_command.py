@@ -93,15 +93,9 @@ def test_the_report_has_the_choices(folder):
     done = invoke(*WORDS, "--html", "page.html")
     assert done.exit_code == 0
     page = (folder / "page.html").read_text(encoding="utf-8")
-    data = page.partition('<script type="application/json" id="data">')[2].partition("</script>")[0]
-    shown = json.loads(data)["solution"]
-    batch = next(row for row in shown["choices"] if row["role"] == "batch")
-    assert (batch["size"], batch["axes"]) == ("262,144", "fsdp,tp")
-    assert len(batch["alternatives"]) > 1
-    assert all(" s, " in text or "us, " in text or "ms, " in text for text in batch["alternatives"])
-    assert shown["activations"]
-    assert not json.loads(data)["findings"]["rows"]  # what the solution leaves whole is meant
-    assert "bound" in shown["text"]
+    assert "<td>batch 262,144: fsdp,tp</td>" in page
+    assert "constraints, by line" in page
+    assert "nothing found" in page  # what the solution leaves whole is meant
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import json
 import os
 import re
 from dataclasses import replace
+from html import escape, unescape
 from html.parser import HTMLParser
 from itertools import groupby, product
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 
 import shardrules as sr
-from shardrules._base.text import bytes_shown, printable, printable_lines
+from shardrules._base.text import printable, printable_lines
 from shardrules._plan.answers import Section
 from tests.support import corpus
 from tests.support.browser import chromium, metrics_of
@@ -57,30 +58,7 @@ def finding(**changes):
     return sr.types.Finding(**{**fields, **changes})
 
 
-def sweep_row(fsdp, tp, fits=None):
-    return sr.types.SweepRow(
-        mesh={"fsdp": fsdp, "sp": 1, "tp": tp}, devices=fsdp * tp, bytes=10**10 + fsdp * 10**7,
-        replicated=8 * 10**9, largest_replicated="a", largest_replicated_bytes=4, corrections=3,
-        problems=0, fits=fits,
-    )  # fmt: skip
-
-
-FINDINGS = sr.types.Findings(
-    [
-        finding(level="info", kind="note", rule=None, paths=(), bytes=0, fix=""),
-        finding(bytes=5),
-        finding(kind="replicated"),
-        finding(level="error", kind="unmatched", rule=None, bytes=1),
-    ]
-)
-PARTS = ("findings", "sweep", "suggestion", "program", "time", "solution")
-SWEEP = sr.types.Sweep([sweep_row(64, 8, True), sweep_row(512, 1, False), sweep_row(128, 4)])
-
-
-def sweep_of(plan):
-    """A sweep whose first row is of the plan's mesh, and counts its bytes."""
-    first = SWEEP[0]._replace(mesh=plan.axis_sizes, bytes=plan.bytes_per_device().max)
-    return sr.types.Sweep([first, *SWEEP[1:]])
+FINDINGS = sr.types.Findings([finding(), finding(level="error", kind="unmatched", rule=None)])
 
 
 def rules():
@@ -118,19 +96,9 @@ def hostile():
     mesh = {"</script><script>window.hacked=1</script>": 2, "tp": 4}
     plan = sr.plan(tree, [(re.escape(evil), (evil,)), ("__proto__", "tp"), (".*", None)], mesh)
     shown = finding(kind=evil, message=evil, paths=tuple(HOSTILE), fix=evil, level="error")
-    return plan, {
-        "sections": [
-            sr.types.Findings([shown]),
-            sweep_of(plan)[:1],
-            SimpleNamespace(
-                _section=lambda _: Section(
-                    "suggestion", {"plans": [], "reasons": HOSTILE, "text": "\n".join(HOSTILE)}
-                )
-            ),
-        ],
-        "title": evil,
-        "hbm": 10**11,
-    }
+    texts = SimpleNamespace(_section=lambda _: Section("Suggested rules", ("\n".join(HOSTILE),)))
+    sections = [sr.types.Findings([shown]), plan.sweep([mesh]), texts]
+    return plan, {"sections": sections, "title": evil, "hbm": 10**11}
 
 
 class Page(HTMLParser):
@@ -138,7 +106,7 @@ class Page(HTMLParser):
 
     def __init__(self, page):
         super().__init__()
-        self.tags, self.scripts, self.attributes = [], [], []
+        self.tags, self.scripts, self.attributes, self.headings = [], [], [], []
         self.inside, self.title = None, ""
         self.feed(page)
 
@@ -157,6 +125,8 @@ class Page(HTMLParser):
             self.scripts[-1] += data
         elif self.inside == "title":
             self.title += data
+        elif self.inside == "h2":
+            self.headings.append(data)
 
     @property
     def data(self):
@@ -172,20 +142,20 @@ class Page(HTMLParser):
 
 
 def test_content(deepseek):
-    page = Page(deepseek.to_html(sections=[FINDINGS, sweep_of(deepseek)], title="DeepSeek-V3"))
-    data, rows = page.data, page.rows
-    assert (data["title"], data["mesh"], data["devices"]) == ("DeepSeek-V3", MESH, 512)
-    assert (data["leaves"], data["bytes"]) == (45_395, deepseek.total_bytes)
-    assert data["fullest"] == deepseek.bytes_per_device().max
-    assert [(f["level"], f["bytes"]) for f in data["findings"]["rows"]] == [
-        ("error", 1), ("warning", 4_605_345_792), ("warning", 5), ("info", 0),
+    text = deepseek.to_html(sections=[FINDINGS, deepseek.sweep()], title="DeepSeek-V3")
+    page = Page(text)
+    assert page.title == "DeepSeek-V3"
+    assert page.headings == ["Findings", "Bytes per device, by module", "Leaves", "Rules", "Meshes"]
+    assert f"<p>{deepseek.bytes_per_device()}</p>" in text
+    assert text.index("<b>error</b>[unmatched]") < text.index("<b>warning</b>[catch-all]")
+    assert deepseek.fingerprint() in text
+    won = re.findall(r"<tr><td>\d+</td><td>.*?</td><td>.*?</td><td>([\d,]+)</td>", text)
+    assert [int(n.replace(",", "")) for n in won] == [
+        1, 0, 61, *[14909] * 3, 58, 61, 61, 1, 1, 424,
     ]  # fmt: skip
-    assert [r["leaves"] for r in data["rules"]] == [1, 0, 61, *[14909] * 3, 58, 61, 61, 1, 1, 424]
-    assert sum(r["bytes"] for r in data["rules"]) == data["bytes"]
-    assert sum(leaves for _, _, leaves in rows) == 45_395
-    assert sum(n * kind["held"] for _, kind, n in rows) == data["fullest"]
-    assert [row["current"] for row in data["sweep"]["rows"]] == [True, False, False]
-    large = {pattern for pattern, kind, _ in rows if kind["large"]}
+    assert sum(leaves for _, _, leaves in page.rows) == 45_395
+    assert sum(n * kind["held"] for _, kind, n in page.rows) == deepseek.bytes_per_device().max
+    large = {pattern for pattern, kind, _ in page.rows if kind["large"]}
     assert large == {
         f"model/layers/{{0..60}}/self_attn/{name}/kernel"
         for name in ("q_a_proj", "q_b_proj", "kv_b_proj")
@@ -228,7 +198,7 @@ spec = []
     ),
 )
 def test_the_page_says_what_the_command_line_says(tmp_path, gradients, optimizer):
-    """Its bytes and whether they fit, to the byte, as text, JSON, page and row of the sweep."""
+    """Its bytes and whether they fit, to the byte, as text, JSON and page."""
 
     def run(*more):
         result = invoke(*plan, *gradients, *optimizer, *more)
@@ -240,7 +210,7 @@ def test_the_page_says_what_the_command_line_says(tmp_path, gradients, optimizer
     rules.write_text(STATE_RULES)
     plan = ["plan", str(model), "-r", str(rules), "-m", "fsdp=4,tp=2,sp=1"]
     held = json.loads(run("--format", "json"))["device_bytes"]
-    most, host = held.pop("total"), held["host"]
+    most, host = held["total"], held["host"]
     assert (held["gradients"] > 0) is bool(gradients)
     for missing, host_missing in [(0, 0), (1, 0), (0, 1)]:
         fits = not missing and not host_missing
@@ -248,33 +218,16 @@ def test_the_page_says_what_the_command_line_says(tmp_path, gradients, optimizer
         text = run(*room, "--html", html)
         assert ("\nfits into" in text, "\nDOES NOT FIT into" in text) == (fits, not fits)
         assert json.loads(run(*room, "--format", "json"))["fits"] is fits
-        data = Page(html.read_text(encoding="utf-8")).data
-        assert (data["fullest"], data["held"], data["hbm"]) == (most, held, most - missing)
-        assert data["fits"]["yes"] is fits
-        assert f" into {data['fits']['room']}\n" in text
-        (current,) = (row for row in data["sweep"]["rows"] if row["current"])
-        assert (current["bytes"], current["host_bytes"], current["fits"]) == (most, host, fits)
+        header = html.read_text(encoding="utf-8").partition("</header>")[0]
+        told = [unescape(line) for line in re.findall("<p>(.*?)</p>", header)[1:]]
+        assert told == text.splitlines()[-len(told) :]
 
 
 def test_a_sweep_that_counts_something_else_is_refused(deepseek):
-    data = Page(deepseek.to_html(sections=[FINDINGS, deepseek.sweep(**ADAM)], **ADAM)).data
-    assert data["fullest"] == deepseek.bytes_per_device(**ADAM).max
+    text = deepseek.to_html(sections=[FINDINGS, deepseek.sweep(**ADAM)], **ADAM)
+    assert f"<p>{deepseek.bytes_per_device(**ADAM)}</p>" in text
     with pytest.raises(ValueError, match="give both the same gradients=, optimizer= and"):
         deepseek.to_html(sections=[FINDINGS, deepseek.sweep()], **ADAM)
-
-
-def test_the_page_ends_with_suggested_rules(deepseek):
-    suggestion = sr.suggest(deepseek, {"fsdp": 512})
-    shown = Page(deepseek.to_html(sections=[FINDINGS, suggestion], hbm=10**10, **ADAM)).data
-    held = [plan.bytes_per_device(**ADAM).max for plan in (deepseek, suggestion.plan)]
-    assert shown["suggestion"]["reasons"] == [str(reason) for reason in suggestion.reasons]
-    assert [(row["mesh"], row["rules"], row["bytes"]) for row in shown["suggestion"]["plans"]] == [
-        (MESH, len(deepseek.rules), held[0]),
-        ({"fsdp": 512}, len(suggestion.rules), held[1]),
-    ]
-    assert [row["fits"] for row in shown["suggestion"]["plans"]] == [one <= 10**10 for one in held]
-    assert shown["suggestion"]["text"] == suggestion.to_toml()
-    assert "suggestion" not in Page(deepseek.to_html(sections=[FINDINGS])).data
 
 
 def test_the_chart_painted_replicated_state_as_sharded():
@@ -296,58 +249,49 @@ def test_the_page_lost_what_its_sweep_assumed():
 
 
 def test_a_section_of_a_page_is_given_once(deepseek):
-    with pytest.raises(ValueError, match="sections: give one of each kind, not two: findings"):
+    with pytest.raises(ValueError, match="sections: give one of each kind, not two: Findings"):
         deepseek.to_html(sections=[FINDINGS, FINDINGS])
     with pytest.raises(TypeError, match="sections"):
         deepseek.to_html(sections=[deepseek])
 
 
-def test_suggested_rules_that_no_file_can_say_are_shown_as_code():
+@pytest.mark.parametrize(
+    ("options", "written"),
+    [
+        ({"dialect": replace(sr.dialects.EFORMER, name="own")}, "to_python"),
+        ({"like": [("up", sr.RuleSpec(("tp",), memory_kind="pinned_host"))]}, "to_toml"),
+    ],
+)
+def test_the_page_ends_with_suggested_rules(options, written):
+    """As a file, or as code where no file can say them; with the reason of each."""
     tree = {"up": jax.ShapeDtypeStruct((64, 256), "float32")}
-    own = replace(sr.dialects.EFORMER, name="own")
-    suggestion = sr.suggest(tree, {"tp": 2}, dialect=own)
-    text = Page(suggestion.plan.to_html(sections=[suggestion])).data["suggestion"]["text"]
-    assert text == suggestion.to_python()
-    file = sr.RuleSpec(("tp",), memory_kind="pinned_host")
-    suggestion = sr.suggest(tree, {"tp": 2}, like=[("up", file)])
-    text = Page(suggestion.plan.to_html(sections=[suggestion])).data["suggestion"]["text"]
-    assert text == suggestion.to_toml()
-    assert 'memory_kind = "pinned_host"' in text
+    suggestion = sr.suggest(tree, {"tp": 2}, **options)
+    last = suggestion.plan.to_html(sections=[suggestion]).rpartition("<h2>")[2]
+    assert last.startswith("Suggested rules</h2>")
+    assert escape(getattr(suggestion, written)()) in last
+    assert str(suggestion.reasons[0]) in last
 
 
-def test_a_suggestion_for_something_else_is_refused(deepseek):
+def test_sections_of_something_else_are_refused(deepseek, program):
     other = sr.suggest({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, {"tp": 2})
-    with pytest.raises(
-        ValueError, match=r"suggestion: it is for other leaves \(number 1, bytes 256\)"
-    ):
+    told = r"suggestion: it is for other leaves \(number 1, bytes 256\)"
+    with pytest.raises(ValueError, match=told):
         deepseek.to_html(sections=[FINDINGS, other])
-    with pytest.raises(TypeError, match="suggestion: the optimizer's plan follows other rules"):
-        other.plan.to_html(sections=[other], optimizer=other.plan)
-
-
-@pytest.mark.slow
-def test_browser_says_whether_it_fits(opened, deepseek):
-    page = opened(deepseek, sweep=deepseek.sweep(hbm=16 * 10**9, **ADAM), **ADAM)
-    held = deepseek.bytes_per_device(**ADAM)
-    header = page.inner_text("header")
-    assert "no, into 16.0 GB" in header
-    assert bytes_shown(held.max) in header
-    assert f"optimizer {bytes_shown(int(held.optimizer.max()))}" in header
-    assert "yes, into 16.0 GB" in opened(deepseek).inner_text("header")
+    with pytest.raises(ValueError, match="program: it is for tp=2, the plan for fsdp="):
+        deepseek.to_html(sections=[program[1]])
 
 
 def test_leaves_without_a_rule():
     leaf = jax.ShapeDtypeStruct((8, 8), "float32")
     tree = {"a": leaf, "scale": jax.ShapeDtypeStruct((), "float32"), "none": 3, "b": leaf}
-    data = Page(
-        sr.plan(tree, [("a", "tp")], {"tp": 2}).to_html(sections=[sr.types.Findings(())])
-    ).data
-    assert [(r["rule"], r["pattern"], r["leaves"]) for r in data["rules"]] == [
-        (0, "a", 1), (None, "no rule is needed", 2), (None, "no rule decides", 1),
-    ]  # fmt: skip
-    assert (
-        sr.plan({}, [], {"tp": 2}).to_html(sections=[sr.types.Findings(())]).endswith("</html>\n")
-    )
+    text = sr.plan(tree, [("a", "tp")], {"tp": 2}).to_html()
+    rules = re.findall(r"<tr><td>(0|-)</td><td>(.*?)</td><td>.*?</td><td>(\d)</td>", text)
+    assert rules == [
+        ("0", "a", "1"),
+        ("-", "no rule is needed", "2"),
+        ("-", "no rule decides", "1"),
+    ]
+    assert sr.plan({}, [], {"tp": 2}).to_html().endswith("</html>\n")
 
 
 def test_the_page_fetches_nothing(deepseek):
@@ -369,9 +313,10 @@ def test_hostile_names_are_data(hostile):
     plan, shown = hostile
     text = plan.to_html(**shown)
     page = Page(text)
-    harmless = Page(sr.plan({}, [], {"tp": 2}).to_html(sections=[sr.types.Findings(())]))
-    assert page.tags == harmless.tags
+    harmless = Page(sr.plan({}, [], {"tp": 2}).to_html())
+    assert set(page.tags) - set(harmless.tags) <= {"details", "summary", "b", "td"}
     assert page.scripts[1:] == harmless.scripts[1:]
+    assert not [a for a in page.attributes if a[1] in ("src", "href", "style") or a[1][:2] == "on"]
     start = text.index('id="data">') + len('id="data">')
     raw = text[start : text.index("</script>", start)]
     assert raw.isascii()
@@ -386,12 +331,12 @@ def test_no_name_turns_the_text_of_the_page_around():
     """Marks of direction and controls are escaped as on a terminal, also in the title."""
     odd = "\u202eright to left\u2066 \x1b[31m \x9b"
     plan = sr.plan({odd: jax.ShapeDtypeStruct((8,), "float32")}, [(odd[:3], odd)], {odd: 2})
-    page = Page(plan.to_html(sections=[plan.check()], title=odd))
+    text = plan.to_html(title=odd)
+    page = Page(text)
     assert page.title == printable(odd)
     assert page.rows[0][0] == printable(odd)
-    texts = list(texts_in(page.data))
-    assert printable(odd) in texts
-    assert not [text for text in texts if not text.replace("\n", "").isprintable()]
+    texts = [*texts_in(page.data), *text.split("\n")]
+    assert not [line for line in texts if not line.replace("\n", "").isprintable()]
 
 
 def texts_in(value):
@@ -406,7 +351,7 @@ def test_size_and_time(train_state):
     """A report of 146,000 leaves costs a little per folded row."""
     _ = train_state.folded
     start = process_time()  # whatever else the machine does
-    page = train_state.to_html(sections=[FINDINGS, sweep_of(train_state)])
+    page = train_state.to_html(sections=[FINDINGS])
     seconds = process_time() - start
     assert len(train_state.paths) == 146_185
     assert len(page) < 1_500_000
@@ -481,10 +426,7 @@ def opened(browser, tmp_path):
 
     def call(plan, **shown):
         file = tmp_path / "plan.html"
-        parts = {"findings": FINDINGS, "sweep": sweep_of(plan)}
-        parts |= {name: shown.pop(name) for name in PARTS if name in shown}
-        sections = [part for part in parts.values() if part is not None]
-        plan.to_html(file, **{"sections": sections, "hbm": 16 * 10**9, **shown})
+        plan.to_html(file, **{"sections": [FINDINGS], **shown})
         page = browser.new_page(viewport={"width": 1300, "height": 900})
         page.on("console", lambda message: troubles.append(message.text))
         page.on("pageerror", lambda error: troubles.append(str(error)))
@@ -512,35 +454,17 @@ def search(page, text):
     page.wait_for_selector("#count:not(:empty)")
 
 
-def test_browser_shows_all_parts(opened, deepseek, tmp_path):
-    page = opened(deepseek, title="DeepSeek-V3")
+def test_browser_shows_all_parts(opened, deepseek):
+    page = opened(
+        deepseek, title="DeepSeek-V3", sections=[FINDINGS, sr.suggest(deepseek)], hbm=10**9
+    )
     assert page.title() == page.inner_text("h1") == "DeepSeek-V3"
-    assert "11.1 GB" in page.inner_text("header")
-    assert page.locator(".finding .badge").all_inner_texts() == [
-        "error", "warning", "warning", "info",
-    ]  # fmt: skip
-    assert "self_attn/(q_proj" in page.inner_text("tr.wins-nothing")
+    assert "DOES NOT FIT into 1.00 GB" in page.inner_text("header")
+    assert page.locator("summary b").all_inner_texts() == ["error", "warning"]
     assert page.locator("#legend button").count() == 5
     assert "q_b_proj/kernel" in page.inner_text("#treemap")
-    assert page.locator("#sweep-chart .bar-track span[title]").count() == 6
-    assert "memory of a device: 16.0 GB" in page.inner_text("#sweep-chart")
     assert page.locator("#leaf-table tr.large").count() == 3
-    shot = tmp_path / "report.png"
-    page.screenshot(path=shot, full_page=True)
-    assert shot.stat().st_size > 50_000
-
-
-@pytest.mark.slow
-def test_browser_shows_suggested_rules_last(opened, deepseek):
-    suggestion = sr.suggest(deepseek)
-    page = opened(deepseek, suggestion=suggestion)
-    last = page.inner_text("main > section:last-child")
-    assert "suggested rules" in last.lower()
-    for text in (
-        bytes_shown(suggestion.plan.bytes_per_device().max),
-        *map(str, suggestion.reasons),
-    ):
-        assert text in last
+    assert "[[rules]]" in page.inner_text("main > section:last-child")
 
 
 @pytest.fixture(scope="module")
@@ -556,50 +480,11 @@ def program():
 
 def test_the_page_has_the_compiled_program(program):
     plan, report = program
-    data = Page(plan.to_html(sections=[report])).data["program"]
-    assert data == json.loads(json.dumps(report.to_json()))
-    assert [row["kind"] for row in data["collectives"]] == ["all-gather"]
-    assert data["memory"]["buffers"][0]["bytes"] == 2**20
-    assert "program" not in Page(plan.to_html()).data
-
-
-def test_a_program_on_another_mesh_is_refused(program, deepseek):
-    with pytest.raises(ValueError, match="program: it is for tp=2, the plan for fsdp="):
-        deepseek.to_html(sections=[program[1]])
-
-
-def test_browser_shows_the_compiled_program(opened, program):
-    plan, report = program
-    page = opened(plan, sweep=None, program=report)
-    peak = f"Peak of the step\n{bytes_shown(report.memory.peak)}"
-    facts = page.locator("header dl div").all_inner_texts()
-    assert facts[-2:] == [peak, "Sent in a step\n524 kB"]
-    shown = page.locator("#memory .slice.leaf").all_inner_texts()
-    assert len(shown) == len(report.memory.buffers)
-    assert shown[0].split("\n")[:2] == ["f32[512,512]", "1.05 MB"]
-    page.hover("#memory .slice.leaf >> nth=0")
-    assert "f32[512,512]" in page.inner_text("#tip")
-    (row,) = page.locator("#program tbody tr").all_inner_texts()
-    assert row.split("\t")[:5] == ["524 kB", "1", "all-gather", "tp", "f32[512,512]"]
-
-
-def test_browser_begins_with_what_to_do(opened):
-    """Verdict, memory and three edits to copy, by keyboard; the dead rules are one card."""
-    leaf = jax.ShapeDtypeStruct((4096, 4096), "float32")
-    rules = [("gone", "tp"), ("a", "tp"), ("gone too", ()), ("b", ()), ("c", ())]
-    plan = sr.plan({"a": leaf, "b": leaf, "c": leaf, "d": leaf}, rules, {"tp": 2})
-    page = opened(plan, findings=plan.check(), sweep=None, hbm=10**6)
-    assert page.inner_text(".verdict") == "1 error, 4 warnings, 0 info; it does not fit"
-    assert page.inner_text("header dl div:first-child") == "Fits\nno, into 1.00 MB"
-    first = page.locator("#todo .finding strong").all_inner_texts()
-    assert first == ["unmatched", "replicated", "replicated"]
-    (rest,) = page.locator("#findings .finding").all_inner_texts()
-    assert "2 rules match no leaf" in rest
-    button = page.locator("#todo .mend button").first
-    button.focus()
-    page.keyboard.press("Enter")
-    assert button.inner_text() in ("Copied", "Selected")
-    assert page.evaluate("String(getSelection())") == "(r'd', P(...))"
+    last = plan.to_html(sections=[report]).rpartition("<h2>")[2]
+    assert last.startswith("Compiled program</h2>")
+    assert escape(report._repr_html_()[:40], quote=False)[5:] in escape(last, quote=False)
+    assert "all-gather" in last
+    assert "f32[512,512]" in last
 
 
 AXE = os.environ.get("AXE", ROOT / "node_modules/axe-core/axe.min.js")
@@ -655,14 +540,6 @@ def test_browser_fits_scrolls_and_is_accessible(browser, pages, name, width, sch
             assert [(one["id"], one["nodes"][0]["html"]) for one in violations] == []
 
 
-@pytest.mark.slow
-def test_browser_without_a_sweep(opened, deepseek):
-    page = opened(deepseek, sweep=None, findings=sr.types.Findings(()))
-    assert not page.is_visible("#sweep")
-    assert not page.is_visible("#suggestion")
-    assert "nothing found." in page.inner_text("#findings")
-
-
 def test_browser_shows_corrections_and_problems(opened):
     def leaf(*shape):
         return jax.ShapeDtypeStruct(shape, "float32")
@@ -676,29 +553,9 @@ def test_browser_shows_corrections_and_problems(opened):
     ]  # fmt: skip
 
 
-def test_browser_tells_the_memory_of_the_host_apart(opened):
-    leaf = jax.ShapeDtypeStruct((512, 512), "float32")
-    rules = [("w", sr.RuleSpec("tp", memory_kind="pinned_host")), ("v", ("tp", None))]
-    plan = sr.plan({"w": leaf, "v": leaf}, rules, {"tp": 4})
-    room = {"hbm": 300_000, "host_memory": 200_000}
-    page = opened(
-        plan, findings=sr.types.Findings(()), sweep=plan.sweep([{"tp": 4}], **room), **room
-    )
-    told = page.inner_text("header")
-    for text in (
-        "262 kB",
-        "262 kB for each device",
-        "no, into 300 kB and 200 kB of the host's memory",
-    ):
-        assert text in told
-    assert "262 kB + 262 kB on the host" in page.inner_text("#sweep")
-    assert "P('tp', None) in pinned_host" in page.locator("#legend code").all_inner_texts()
-    assert "P('tp') in pinned_host" in page.inner_text("#rules")
-
-
 def test_browser_search(opened, deepseek):
     page = opened(deepseek)
-    assert "45,395 of 45,395 leaves, in 23 folded rows" in page.inner_text("#count")
+    assert page.inner_text("#count") == "45,395 leaves in 23 folded rows"
     for text, leaves, rows in (
         ("kv_b", 61, 1),
         ("layers/7/self_attn", 427, 7),  # sets that contain 7
@@ -712,7 +569,7 @@ def test_browser_search(opened, deepseek):
     ):
         search(page, text)
         shown = "row" if rows == 1 else "rows"
-        assert page.inner_text("#count") == f"{leaves:,} of 45,395 leaves, in {rows} folded {shown}"
+        assert page.inner_text("#count") == f"{leaves:,} leaves in {rows} folded {shown}"
         assert len(leaf_rows(page)) == rows
     search(page, "")
     page.click("#legend button >> nth=0")
@@ -720,52 +577,26 @@ def test_browser_search(opened, deepseek):
     assert len(leaf_rows(page)) == 10
 
 
-def test_browser_folding(opened, deepseek):
+def test_browser_opens_modules(opened, deepseek):
     page = opened(deepseek)
-    page.click("#collapse")
+    assert len(leaf_rows(page)) == 23
+    module = page.locator("#leaf-table tr.module button.toggle").first
+    assert module.get_attribute("aria-expanded") == "true"
+    module.press("Enter")  # by keyboard
     assert leaf_rows(page, "module") == ["▸\nmodel"]
     assert leaf_rows(page) == ["lm_head/kernel"]
-    page.click("#expand")
-    assert len(leaf_rows(page)) == 23
-    search(page, "experts/{0..255}/gate")
-    row = page.locator("#leaf-table tr.leaf button.toggle")
-    assert row.get_attribute("aria-expanded") == "false"
-    row.press("Enter")  # by keyboard
-    assert row.get_attribute("aria-expanded") == "true"
-    assert page.evaluate("document.activeElement.dataset.key").startswith("model/layers")
-    singles = leaf_rows(page, "single")
-    assert len(singles) == 100
-    assert singles[0] == "model/layers/3/mlp/experts/0/gate_proj/kernel"
-    page.click("#leaf-table button.more")
-    singles = leaf_rows(page, "single")
-    assert len(singles) == 200
-    assert singles[-1] == "model/layers/3/mlp/experts/199/gate_proj/kernel"
-    # While a number is searched for, the paths that have it.
-    search(page, "layers/20/mlp/experts/77/gate")
-    page.click("#leaf-table tr.leaf button.toggle")
-    assert leaf_rows(page, "single") == ["model/layers/20/mlp/experts/77/gate_proj/kernel"]
-
-
-@pytest.mark.parametrize("model", ["hostile", slow("deepseek")])
-def test_browser_expands_to_the_paths_of_the_tree(opened, model, request):
-    plan = request.getfixturevalue(model)
-    plan = plan[0] if model == "hostile" else plan
-    paths = opened(plan).evaluate("allRows.flatMap((row) => singlePaths(row, '', Infinity).paths)")
-    assert {printable_lines(path.split("\n")) for path in plan.paths} <= set(paths)
-    assert len(paths) == len(plan.paths)
+    assert page.evaluate("document.activeElement.dataset.key") == "model"
 
 
 def test_browser_numbers_beyond_2_to_the_53(opened):
-    """A browser's own numbers end there: it unfolded names that do not exist."""
+    """A browser's own numbers end there."""
     leaf = jax.ShapeDtypeStruct((2**53 + 1, 4), "int8")
     numbers = [2**53 + 1 + i for i in range(4)] + [10**18 - 2, 10**18 - 1]
     page = opened(sr.plan({f"l/{i}/w": leaf for i in numbers}, [("", (None, "tp"))], {"tp": 4}))
-    paths = page.evaluate("allRows.flatMap((row) => singlePaths(row, '', Infinity).paths)")
-    assert paths == [f"l/{i}/w" for i in numbers]
     assert f"({2**53 + 1}, 4)" in page.inner_text("#leaf-table")
     for number, found in ((numbers[1], 6), (10**18 - 1, 6), (2**53, 0), (10**30, 0)):
         search(page, f"l/{number}/")
-        assert page.inner_text("#count").startswith(f"{found} of 6 leaves")
+        assert page.inner_text("#count").startswith(f"{found} leaves")
 
 
 def test_browser_a_name_of_thousands_of_components(opened):
@@ -774,8 +605,7 @@ def test_browser_a_name_of_thousands_of_components(opened):
     names = ["/".join(["a"] * 4000), "/".join(["b"] * 4000), "/".join(["a"] * 3999), "c" * 100_000]
     names += [f"{'/'.join(f'x{chr(97 + j % 26)}' for j in range(i))}/w" for i in range(1, 300, 7)]
     page = opened(sr.plan(dict.fromkeys(names, leaf), [("", "tp")], {"tp": 4}))
-    assert f"{len(names)} of {len(names)} leaves" in page.inner_text("#count")
-    page.click("#expand")
+    assert page.inner_text("#count").startswith(f"{len(names)} leaves")
     assert len(leaf_rows(page)) == len(names)
     page.uncheck("#grouped")
     assert set(names) == set(leaf_rows(page))
@@ -817,16 +647,14 @@ def test_browser_opens_a_million_leaves(opened, levels):
         tree = dict.fromkeys(names, dict.fromkeys(names, leaf))
     else:
         tree = {f"{a}{b}": leaf for a, b in product(names, repeat=2)}
-    page = opened(sr.plan(tree, [("", "tp")], {"tp": 4}), findings=sr.types.Findings(()))
+    page = opened(sr.plan(tree, [("", "tp")], {"tp": 4}))
     # Of the thread alone, so that a busy machine does not count. One second and two.
     spent = page.metrics()["TaskDuration"]
     print(f"{spent:.2f} s")
     assert spent < 6
-    assert "1,000,000 of 1,000,000 leaves" in page.inner_text("#count")
+    assert page.inner_text("#count").startswith("1,000,000 leaves")
     assert page.locator("#leaf-table tr").count() < 200
     assert page.locator("#treemap .slice").count() < 3000
-    page.click("#expand")
-    assert 100 < page.locator("#leaf-table tr").count() < 3000
     search(page, "jja")
     assert 0 < len(leaf_rows(page)) <= 100
 
@@ -854,7 +682,6 @@ def test_browser_sorting(opened, deepseek):
 def test_browser_hostile_names(opened, hostile):
     plan, shown = hostile
     page = opened(plan, **shown)
-    page.click("#expand")
     page.hover("#treemap .slice >> nth=-1")
     page.wait_for_selector("#tip:not([hidden])")
     assert len(page.locator("#tip div").all_inner_texts()) >= 3
@@ -865,12 +692,12 @@ def test_browser_hostile_names(opened, hostile):
     search(page, "<")
     page.wait_for_timeout(1000)  # an onerror would have come by now
     assert page.evaluate("window.hacked") is None
-    assert "<!--<script>" in page.inner_text("#suggestion")
-    for where in ("#treemap", "main", "header", "#sweep-chart"):
-        assert page.locator(f"{where} :is(img, a, b:not(.fix b), iframe)").count() == 0
+    assert "<!--<script>" in page.inner_text("main > section:last-child")
+    assert page.locator("body :is(img, a, iframe)").count() == 0
+    assert page.locator("body b").all_inner_texts() == ["error"]
     assert page.inner_text("h1") == shown["title"]
     assert "<img src=x onerror=window.hacked=1>" in page.inner_text("#leaf-table")
-    assert "</script><script>window.hacked=1</script>=2 tp=4" in page.text_content("#sweep-chart")
+    assert "</script><script>window.hacked=1</script>=2,tp=4" in page.text_content("header")
 
 
 def test_browser_large(opened, train_state):
@@ -885,7 +712,7 @@ def test_browser_large(opened, train_state):
     assert len(leaf_rows(page)) == 3
     start = perf_counter()
     search(page, "adapter")
-    page.click("#expand")
+    page.uncheck("#grouped")
     assert page.locator("#leaf-table tr.leaf").count() == 100
     assert "100 of 10,000" in page.inner_text("#leaf-table tr.rest")
     expanded = perf_counter() - start
@@ -917,13 +744,10 @@ def test_browser_treemap(opened, deepseek):
     assert "P(), rule 11" in told
     module = "#treemap .module:has(> span:text-matches('^self_attn'))"
     page.locator(module).last.click(position={"x": 5, "y": 5})
-    path = page.locator("#treemap-path button")
-    assert path.all_inner_texts() == ["all", "self_attn"]
     assert not page.is_visible("#tip")
     assert page.locator("#treemap .leaf").count() == 5
     assert page.locator("#treemap :text('experts')").count() == 0
-    path.first.click()
-    assert path.count() == 0
+    page.locator("#treemap > .slice").click(position={"x": 5, "y": 5})
     assert page.locator("#treemap :text('experts')").count() > 0
     width = "document.querySelector('#treemap > .slice')?.offsetWidth ?? Infinity"
     before = page.evaluate(width)
@@ -946,14 +770,3 @@ def test_browser_dark_and_print(opened, deepseek):
     page.emulate_media(media="print", color_scheme="dark")
     assert page.evaluate(background) == light
     assert not page.is_visible("#search")
-
-
-@pytest.mark.parametrize("mend", ["", "(r'<b>\\d+', P(...))"])
-def test_a_card_ends_with_code_to_copy(opened, mend):
-    plan = sr.plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, [("w", "fsdp")], {"fsdp": 8})
-    page = opened(plan, findings=sr.types.Findings([finding(mend=mend)]), sweep=None)
-    assert page.locator(".finding .mend pre").all_inner_texts() == ([mend] if mend else [])
-    assert page.locator(".finding b").all_inner_texts() == ["Fix: "]
-    page.emulate_media(media="print")
-    assert page.is_visible(".mend pre") is bool(mend)
-    assert not page.is_visible(".mend button")

@@ -125,10 +125,9 @@ _Row = TypeVar("_Row")
 class Section(NamedTuple):
     """A part of the page of a plan."""
 
-    name: str
-    """By which the page's scripts know it."""
-    data: Any
-    """What they show, as JSON has it."""
+    title: str
+    parts: tuple[Any, ...]
+    """Answers, of which it has what a notebook shows; tables and texts, which it has whole."""
 
 
 @answer

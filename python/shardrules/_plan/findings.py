@@ -244,8 +244,7 @@ class Findings(Answer[Finding]):
         return f"{counted(error, 'error')}, {counted(warning, 'warning')}, {info} info"
 
     def _section(self, page: Page) -> Section:
-        rows = [finding._asdict() for finding in self]
-        return Section("findings", {"rows": rows, "conclusion": self.notes[0]})
+        return Section("Findings", (self,))
 
     def to_github(self, file: str | None = None, lines: Sequence[int] = ()) -> str:
         """Workflow commands, which GitHub shows as annotations.

@@ -682,12 +682,11 @@ class Plan(Decider):
 
         Args:
             path: The file to write, if any; it is replaced in one step.
-            sections: What the page shows beside the plan, each at most once: its `Findings`
-                (default: those of `check`); a `Sweep` with the same gradients and optimizer, for a
-                chart of the bytes by mesh; the `Suggestion` of `suggest` for the same leaves; the
-                `Solution` of `solve`; the `Program` of `inspect`, for a step that is compiled for
-                the plan's mesh, with its collectives and the memory at the peak; and the time of a
-                proof, `proof.time`, with a time line of each loop.
+            sections: What the page shows beside the plan, each at most once, as a notebook shows
+                it: its `Findings` (default: those of `check`); a `Sweep` with the same gradients
+                and optimizer; the `Suggestion` of `suggest` for the same leaves; the `Solution` of
+                `solve`; the `Program` of `inspect`, for a step that is compiled for the plan's
+                mesh; and the time of a proof, `proof.time`.
             title: The page's title, such as the model's name.
             hbm: Bytes of memory of a device: the page says whether the plan fits.
             host_memory: Bytes of the host's memory for each of its devices, for the same.
@@ -701,8 +700,7 @@ class Plan(Decider):
         Raises:
             ValueError: A section is about other bytes, leaves or another mesh, or there are two of
                 a kind; or as `bytes_per_device`.
-            TypeError: What is given as a section has none; or a suggestion comes with an optimizer
-                that is a Plan.
+            TypeError: What is given as a section has none.
             OSError: The file cannot be written.
 
         Example:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import html
 import json
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from string import Template
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+
+import numpy as np
 
 from shardrules._base.rule_specs import rule_spec_shown
 from shardrules._base.specs import spec_shown
@@ -55,14 +54,20 @@ _COLUMNS: Final = (
     Column("bytes", is_right=True, is_optional=True),
     Column("per device", is_right=True),
 )
+_RULE_COLUMNS: Final = tuple(
+    map(Column, ("rule", "pattern", "spec", "leaves won", "bytes", "per device"))
+)
 
 
 def heading(plan: Plan) -> str:
     """Return the plan in a line."""
+    return f"{_scope(plan)}: {by_class(plan)}"
+
+
+def _scope(plan: Plan) -> str:
     return printable(
         f"{counted(len(plan.paths), 'leaf')}, {bytes_shown(plan.total_bytes)} on "
-        f"{mesh_shown(plan.axis_sizes)} ({counted(plan.devices, 'device')}): "
-        f"{by_class(plan)}"
+        f"{mesh_shown(plan.axis_sizes)} ({counted(plan.devices, 'device')})"
     )
 
 
@@ -166,35 +171,110 @@ class HasSection(Protocol):
         ...
 
 
+_FILES: Final = Path(__file__).parent / "page"
+_SCRIPTS: Final = ("base.js", "tree.js", "leaves.js", "treemap.js")
+# Scripts and styles count by their hashes alone.
+_POLICY: Final = (
+    "default-src 'none'; script-src {scripts}; style-src {styles}; "
+    "base-uri 'none'; form-action 'none'"
+)
+# Elements have no styles of their own: the policy knows the page's style sheet alone.
+_COLOURED: Final = re.compile('(?<=<b) style="[^"]*"(?=>)')
+# None of them may be markup or end the element; in JSON they occur in strings only.
+_IN_SCRIPTS: Final = {ord(char): f"\\u{ord(char):04x}" for char in "<>&"}
+
+
 def plan_page(page: Page, sections: Iterable[HasSection], title: str) -> str:
-    """Return the HTML page of a plan, its findings, and what else has sections."""
-    shown = [each._section(page) for each in sections]
-    if not any(section.name == "findings" for section in shown):
-        shown.append(page.plan.check()._section(page))
-    if twice := [name for name, count in Counter(s.name for s in shown).items() if count > 1]:
+    """Return the page of a plan, its findings, and what else has sections.
+
+    It works offline: no part of it may fetch anything.
+    """
+    from string import Template
+
+    parts = [each._section(page) for each in sections]
+    if twice := [name for name, count in Counter(s.title for s in parts).items() if count > 1]:
         raise ValueError(f"sections: give one of each kind, not two: {', '.join(twice)}")
-    return report_html(_report_data(page, title) | dict(shown))
+    findings = [part for part in parts if part.title == "Findings"]
+    first = findings or [page.plan.check()._section(page)]
+    rules = Section("Rules", (_rule_table(page.plan),))
+    rest = [rules, *(part for part in parts if part not in findings)]
+    scripts, styles = [*map(_data_text, _SCRIPTS)], _data_text("page.css")
+    return Template(_data_text("page.html")).substitute(
+        policy=_POLICY.format(
+            scripts=" ".join(map(_script_hash, scripts)), styles=_script_hash(styles)
+        ),
+        title=_text_html(title),
+        styles=styles,
+        facts="".join(f"<p>{_text_html(line)}</p>" for line in _facts(page)),
+        findings="".join(map(_section_html, first)),
+        sections="".join(map(_section_html, rest)),
+        fingerprint=page.plan.fingerprint(),
+        data=_embedded_json(_leaf_data(page.plan)),
+        scripts="\n".join(f"<script>{script}</script>" for script in scripts),
+    )
 
 
-def _report_data(page: Page, title: str) -> dict[str, Any]:
-    """Return what each page shows."""
-    from shardrules._plan.diff import plan_fingerprint
+def _facts(page: Page) -> list[str]:
+    """Return the plan, its bytes with what training adds, and whether they fit, as lines."""
+    lines = [_scope(page.plan), *str(page.bytes).split("\n")]
+    if (fits := page.room.fits(page.bytes)) is not None:
+        lines.append(f"{'fits' if fits else 'DOES NOT FIT'} into {page.room}")
+    return lines
 
-    plan, held, room = page.plan, page.bytes, page.room
+
+def _section_html(section: Section) -> str:
+    title, parts = _text_html(section.title), "".join(map(_part_html, section.parts))
+    return (
+        f'<section><h2>{title}</h2><div class="scroll" tabindex="0" role="region" '
+        f'aria-label="{title}">{_COLOURED.sub("", parts)}</div></section>'
+    )
+
+
+def _part_html(part: Any) -> str:
+    """Return a text or a table whole, and of an answer what a notebook shows."""
+    if isinstance(part, str):
+        return f"<pre>{_text_html(part)}</pre>"
+    return str(part.html("") if isinstance(part, Table) else part._repr_html_())
+
+
+def _text_html(text: str) -> str:
+    from html import escape
+
+    return escape(printable_lines(text.split("\n")))
+
+
+def _rule_table(plan: Plan) -> Table:
+    """Return what each rule decides, and its bytes; last what no rule does, if there is any."""
+    asked = [
+        (str(i), pattern_shown(rule[0]), _asked_shown(plan, i)) for i, rule in enumerate(plan.rules)
+    ]
+    texts = [*asked, ("-", "no rule is needed", "P()"), ("-", "no rule decides", "-")]
+    sums = np.zeros((len(texts), 3), object)
+    for kind, count in zip(plan.kinds, plan.counts.tolist(), strict=True):
+        ruleless = -2 if kind.status == "placed" else -1
+        # Logical rules share a leaf, each with a dimension of it.
+        for row in kind.deciders or (ruleless,):
+            sums[row] += (count, count * kind.bytes, count * kind.device_bytes)
+    rows = [
+        (*said, f"{leaves:,}", bytes_shown(size), bytes_shown(held))
+        for said, (leaves, size, held) in zip(texts, sums.tolist(), strict=True)
+        if leaves or said[0] != "-"
+    ]
+    return Table(_RULE_COLUMNS, rows)
+
+
+def _asked_shown(plan: Plan, rule: int) -> str:
+    """Return what a rule asks for: a spec, and its memory kind if it has one."""
+    if plan._leaves.path_rules is None:
+        return spec_shown(plan._spec_of_rule(rule))
+    return rule_spec_shown(plan.rules[rule][1])
+
+
+def _leaf_data(plan: Plan) -> dict[str, Any]:
+    """Return the leaves, for the treemap and the table."""
     specs: dict[tuple[str, bool], int] = {}
     return {
-        "title": title,
-        "mesh": plan.axis_sizes,
-        "devices": plan.devices,
-        "leaves": len(plan.paths),
-        "bytes": plan.total_bytes,
-        "fullest": held.max,
-        "held": held._fullest(),
-        "fingerprint": plan_fingerprint(plan),
-        "hbm": room.hbm,
-        "fits": None if (fits := room.fits(held)) is None else {"yes": fits, "room": str(room)},
         "separators": _separators(plan),
-        "rules": _rule_data(plan),
         "kinds": [_kind_data(kind, plan, specs) for kind in plan.kinds],
         "specs": [{"text": text, "replicated": replicated} for text, replicated in specs],
         "rows": _row_data(plan),
@@ -224,72 +304,17 @@ def _separators(plan: Plan) -> str:
 def _kind_data(kind: Kind, plan: Plan, specs: dict[tuple[str, bool], int]) -> dict[str, Any]:
     replicated = is_replicated(kind, plan.axis_sizes)
     return {
-        "rule": kind.rule,
-        "decided": decided_shown(kind),
-        # As texts: a browser's numbers are exact up to 2**53.
-        "shape": None if kind.shape is None else list(map(str, kind.shape)),
+        "rule": decided_shown(kind) if kind.rule is None else f"rule {kind.rule}",
+        # A text: a browser's numbers are exact up to 2**53.
+        "shape": "-" if kind.shape is None else str(kind.shape),
         "dtype": dtype_shown(kind),
         "spec": specs.setdefault((placement_shown(kind), replicated), len(specs)),
-        "notes": [loss.message for loss in kind.losses],
+        "notes": [*filter(None, [kind.origin]), *(loss.message for loss in kind.losses)],
         "problem": problem_shown(kind),
-        "origin": kind.origin,
         "bytes": kind.bytes,
         "held": kind.device_bytes,
         "large": replicated and kind.bytes >= DEFAULT_LARGE,
     }
-
-
-def _rule_data(plan: Plan) -> list[dict[str, Any]]:
-    """Return what each rule decides, and its bytes; last what no rule does, if there is any."""
-
-    def share(pattern: str, spec: str, rule: int | None = None) -> dict[str, Any]:
-        return {"pattern": pattern, "spec": spec, "rule": rule, "leaves": 0, "bytes": 0, "held": 0}
-
-    of_rules = [
-        share(pattern_shown(pattern), _asked_shown(plan, rule), rule)
-        for rule, (pattern, _) in enumerate(plan.rules)
-    ]
-    free, lost = share("no rule is needed", "P()"), share("no rule decides", "-")
-    for kind, count in zip(plan.kinds, plan.counts.tolist(), strict=True):
-        ruleless = free if kind.status == "placed" else lost
-        # Logical rules share a leaf, each with a dimension of it.
-        for row in [of_rules[rule] for rule in kind.deciders] or [ruleless]:
-            row["leaves"] += count
-            row["bytes"] += count * kind.bytes
-            row["held"] += count * kind.device_bytes
-    return of_rules + [row for row in (free, lost) if row["leaves"]]
-
-
-def _asked_shown(plan: Plan, rule: int) -> str:
-    """Return what a rule asks for: a spec, and its memory kind if it has one."""
-    if plan._leaves.path_rules is None:
-        return spec_shown(plan._spec_of_rule(rule))
-    return rule_spec_shown(plan.rules[rule][1])
-
-
-_FILES: Final = Path(__file__).parent / "page"
-_SCRIPTS: Final = ("base.js", "tree.js", "sections.js", "leaves.js", "charts.js")
-# Scripts and styles count by their hashes alone.
-_POLICY: Final = (
-    "default-src 'none'; script-src {scripts}; style-src {styles}; "
-    "base-uri 'none'; form-action 'none'"
-)
-# None of them may be markup or end the element; in JSON they occur in strings only.
-_IN_SCRIPTS: Final = {ord(char): f"\\u{ord(char):04x}" for char in "<>&"}
-
-
-def report_html(data: Mapping[str, Any]) -> str:
-    """Return such data as an HTML page that works offline: no part of it may fetch anything."""
-    scripts, styles = [*map(_data_text, _SCRIPTS)], _data_text("page.css")
-    return Template(_data_text("page.html")).substitute(
-        policy=_POLICY.format(
-            scripts=" ".join(map(_script_hash, scripts)), styles=_script_hash(styles)
-        ),
-        title=html.escape(_printable(data["title"])).encode("ascii", "xmlcharrefreplace").decode(),
-        styles=styles,
-        data=_embedded_json(data),
-        scripts="\n".join(f"<script>{script}</script>" for script in scripts),
-    )
 
 
 def _data_text(name: str) -> str:
@@ -297,6 +322,9 @@ def _data_text(name: str) -> str:
 
 
 def _script_hash(text: str) -> str:
+    import base64
+    import hashlib
+
     digest = hashlib.sha256(text.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 

@@ -105,8 +105,7 @@ class Sweep(Answer[SweepRow]):
                     f"{mine[1]:,}: give both the same gradients=, optimizer= and "
                     "optimizer_memory_kind="
                 )
-        rows = [{**row._asdict(), "current": page.plan._is_on(row.mesh)} for row in self]
-        return Section("sweep", {"rows": rows, "notes": self.notes})
+        return Section("Meshes", (self,))
 
 
 def sweep_table(rows: Sequence[SweepRow]) -> Table:

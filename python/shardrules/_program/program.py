@@ -256,7 +256,7 @@ class Program:
                 f"program: it is for {mesh_shown(self.axis_sizes)}, the plan for "
                 f"{mesh_shown(page.plan.axis_sizes)}: inspect a step that is compiled for this mesh"
             )
-        return Section("program", self.to_json())
+        return Section("Compiled program", (self,))
 
     def _parts(self) -> list[Table | str]:
         if not self.has_text:

@@ -81,7 +81,7 @@ class ProgramTime(NamedTuple):
         }
 
     def _section(self, page: Page) -> Section:
-        return Section("time", {**self.to_json(), "text": str(self).split("\n")[0]})
+        return Section("Time of a step", (self,))
 
     def __str__(self) -> str:
         lines = [

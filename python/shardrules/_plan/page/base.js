@@ -30,50 +30,6 @@ function bytesShown(count) {
   return `${count.toFixed(digits)} ${units[unit]}`;
 }
 
-// As `seconds_shown` has it.
-function secondsShown(seconds) {
-  if (!seconds) return "0 s";
-  const units = [["s", 1], ["ms", 1e-3], ["us", 1e-6]];
-  const [unit, size] = units.find(([name, size]) => seconds >= 0.9995 * size || name === "us");
-  const count = seconds / size;
-  return `${count.toFixed(Math.max(0, 3 - String(Math.floor(count)).length))} ${unit}`;
-}
-
-const meshShown = (mesh) =>
-  Object.entries(mesh).map(([axis, size]) => `${axis}=${size}`).join(" ") || "no axes";
-
-// What decides leaves without a rule for their path: logical axis names, or nothing.
-const namesOf = (kind) => (kind.decided === "-" ? "no rule" : kind.decided);
-
-// A Python tuple.
-const shapeShown = (shape) =>
-  shape === null ? "-" : `(${shape.join(", ")}${shape.length === 1 ? "," : ""})`;
-
-// Appends `make(item)` for the first items, and a button for more of them.
-function appendPaged(container, items, make, moreIn, step = 100) {
-  let shown = 0;
-  const button = element("button", { type: "button", class: "more", onclick: more });
-  function more() {
-    container.append(...items.slice(shown, shown + step).map(make));
-    shown += step;
-    button.textContent = `Show more of ${counted(items.length)}`;
-    button.hidden = shown >= items.length;
-  }
-  more();
-  moreIn.append(button);
-}
-
-// What is wider than the page is scrolled by keys, too.
-const scrolled = (made, label) => element("div",
-  { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, made);
-
-function table(headings, numeric = []) {
-  const body = element("tbody");
-  const cells = headings.map((heading, i) =>
-    element("th", { scope: "col", class: numeric.includes(i) ? "number" : null }, heading));
-  return [element("table", {}, element("thead", {}, element("tr", {}, cells)), body), body];
-}
-
 // Okabe and Ito's colours, told apart by colour-blind eyes, then three of Tol's. Vermilion is kept
 // for what is replicated.
 const REPLICATED = "#d55e00";
@@ -100,7 +56,7 @@ const [specClasses, classOf] = (() => {
     else if (text === "-") [label, colour] = ["no spec", NO_SPEC];
     else if (next === PALETTE.length) [label, colour] = ["other specs", OTHERS];
     else next += 1;
-    if (!classes.has(colour)) classes.set(colour, { label, colour, held: 0, only: label === text });
+    if (!classes.has(colour)) classes.set(colour, { label, colour, held: 0 });
     classOf[i] = classes.get(colour);
     classOf[i].held += held[i];
   }

@@ -1,16 +1,13 @@
 "use strict";
-// Folded rows as a tree of modules, and a folded row as its single paths. A module is split when it
-// is asked for its children, so that a million rows cost a pass for each level that is looked at.
+// Folded rows as a tree of modules. A module is split when it is asked for its children, so that a million rows cost a pass for each level that is looked at.
 
-const rowCount = report.rows.paths.length;
 // What a row stands for: a pattern; and where its components begin, if it has sets of numbers.
 const patterns = report.rows.paths.map((path) => (typeof path === "string" ? path : path.join("")));
 const cutsOf = new Map(report.rows.paths.flatMap((path, row) =>
   (typeof path === "string" ? [] : [[row, cutsOfParts(path)]])));
-const allRows = Array.from({ length: rowCount }, (_, row) => row);
+const allRows = report.rows.paths.map((_, row) => row);
 
 const patternOf = (row) => patterns[row];
-const partsOf = (row) => [report.rows.paths[row]].flat();
 const leavesOf = (row) => report.rows.leaves[row];
 const kindOf = (row) => report.kinds[report.rows.kinds[row]];
 
@@ -46,7 +43,7 @@ function nextCut(row, place) {
 function newNode(row, start, end, depth) {
   return {
     row: null, first: row, rows: null, children: null, start, end, depth,
-    leaves: 0, bytes: 0, held: 0, lost: 0, spec: kindOf(row).spec,
+    leaves: 0, bytes: 0, held: 0, spec: kindOf(row).spec,
   };
 }
 
@@ -58,7 +55,6 @@ function addRow(node, row) {
   node.leaves += leaves;
   node.bytes += leaves * kind.bytes;
   node.held += leaves * kind.held;
-  if (kind.notes.length) node.lost += leaves;
   if (node.spec !== kind.spec) node.spec = null;
 }
 
@@ -136,50 +132,3 @@ const keyOf = (node) =>
 // Without the separator that it begins with, unless nothing else is left.
 const labelShown = (node) =>
   patterns[node.first].slice(node.start, node.end).replace(/^[/.](?=.)/su, "");
-
-// {0,2..5} as runs [[0n, 1], [2n, 4]]: the first number, which may have 18 digits, and how many.
-const runsOf = (set) => set.slice(1, -1).split(",").map((run) => {
-  const [first, last = first] = run.split("..").map(BigInt);
-  return [first, Number(last - first) + 1];
-});
-const sizeOf = (runs) => runs.reduce((size, [, length]) => size + length, 0);
-
-function memberOf(runs, index) {
-  for (const [first, length] of runs) {
-    if (index < length) return first + BigInt(index);
-    index -= length;
-  }
-  return null;
-}
-
-// How many paths a row stands for, and its path of a number: none is made before it is asked for.
-function singles(row) {
-  const parts = partsOf(row);
-  const runs = parts.map((part, i) => (i % 2 ? runsOf(part) : null));
-  const sizes = runs.map((one) => (one ? sizeOf(one) : 1));
-  const count = sizes.reduce((product, size) => product * size, 1);
-  function at(index) {
-    const texts = [...parts];
-    for (let i = texts.length - 1; i > 0; i -= 1) {
-      if (!runs[i]) continue;
-      texts[i] = memberOf(runs[i], index % sizes[i]);
-      index = Math.floor(index / sizes[i]);
-    }
-    return texts.join("");
-  }
-  return { count, at };
-}
-
-// The first `limit` of the row's paths: those that contain the text, if any do.
-function singlePaths(row, text, limit) {
-  const { count, at } = singles(row);
-  if (text) {
-    const found = [];
-    for (let i = 0; i < count; i += 1) {
-      const path = at(i);
-      if (path.toLowerCase().includes(text)) found.push(path);
-    }
-    if (found.length) return { count: found.length, paths: found.slice(0, limit) };
-  }
-  return { count, paths: Array.from({ length: Math.min(limit, count) }, (_, i) => at(i)) };
-}

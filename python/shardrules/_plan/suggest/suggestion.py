@@ -133,7 +133,7 @@ class Suggestion:
         )
 
     def _section(self, page: Page) -> Section:
-        """Return the rules, and their bytes beside those of the plan, counted in the same way."""
+        """Return the rules, with the reasons for them."""
         mine, other = page.plan, self.plan
         if (len(other), other.total_bytes) != (len(mine), mine.total_bytes):
             raise ValueError(
@@ -141,24 +141,7 @@ class Suggestion:
                 f"{other.total_bytes:,}) than the plan (number {len(mine):,}, bytes "
                 f"{mine.total_bytes:,}): suggest for the same model"
             )
-        if not isinstance(page.training.optimizer, tuple | None):
-            raise TypeError(
-                "suggestion: the optimizer's plan follows other rules; give the dtypes of its "
-                "moments as optimizer"
-            )
-        held = page.training.bytes_with(other)
-        plans = [
-            {
-                "name": name,
-                "mesh": plan.axis_sizes,
-                "rules": len(plan.rules),
-                "bytes": count.max,
-                "fits": page.room.fits(count),
-            }
-            for name, plan, count in (("this plan", mine, page.bytes), ("suggested", other, held))
-        ]
-        reasons = list(map(str, self.reasons))
-        return Section("suggestion", {"plans": plans, "reasons": reasons, "text": self._text})
+        return Section("Suggested rules", (self, self._text))
 
     def to_toml(self) -> str:
         """Write a rule file, for `shardrules check --rules` and `read_rules`.

@@ -164,20 +164,7 @@ class Solution:
             yield f"not tried, as they split a dimension of the slice: {shown}{rest}"
 
     def _section(self, page: Page) -> Section:
-        """Return each class of dimensions, the axes that cut it, and what others cost."""
-        choices = [
-            {
-                "role": row.role or "no role",
-                "size": f"{row.size:,}",
-                "axes": ",".join(row.axes) or "whole",
-                "arrays": [f"{path}[{dim}]" for path, dim in row.arrays],
-                "alternatives": list(map(str, row.alternatives)),
-            }
-            for row in self.choices
-        ]
-        constraints = list(map(str, self.activations))
-        data = {"text": self.summary, "choices": choices, "activations": constraints}
-        return Section("solution", data)
+        return Section("Solution", (self,))
 
     def _parts(self) -> list[Table | str]:
         """Return what notebooks show: choices, candidates if they were compiled, constraints."""

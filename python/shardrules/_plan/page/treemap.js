@@ -1,0 +1,150 @@
+"use strict";
+// The treemap of what a module holds: boxes whose places and colours are set by script.
+
+(() => {
+  const place = document.getElementById("treemap");
+  const tip = document.getElementById("tip");
+  // Children smaller than this part of what is shown cannot be seen, and are put together.
+  const SMALLEST = 1 / 2000;
+  // Heights and widths in pixels.
+  const HEAD = 20;
+  const GAP = 2;
+  const LEAST = 8; // of a box with children in it
+  const shown = new WeakMap();
+
+  // The rows of a treemap, each as square as can be: M. Bruls, K. Huizing and J. J. van Wijk,
+  // Squarified Treemaps, 2000. `sizes` are areas, the largest first.
+  function squarified(sizes, { x, y, width, height }) {
+    const boxes = [];
+    let begin = 0;
+    while (begin < sizes.length) {
+      const side = Math.max(Math.min(width, height), 1e-6);
+      const worst = (end, sum) =>
+        Math.max((side ** 2 * sizes[begin]) / sum ** 2, sum ** 2 / (side ** 2 * sizes[end - 1]));
+      let end = begin + 1;
+      let sum = sizes[begin];
+      while (end < sizes.length && worst(end + 1, sum + sizes[end]) <= worst(end, sum)) {
+        sum += sizes[end];
+        end += 1;
+      }
+      const depth = sum / side;
+      let along = 0;
+      for (; begin < end; begin += 1) {
+        const length = sizes[begin] / depth;
+        boxes.push(width >= height
+          ? { x, y: y + along, width: depth, height: length }
+          : { x: x + along, y, width: length, height: depth });
+        along += length;
+      }
+      if (width >= height) [x, width] = [x + depth, width - depth];
+      else [y, height] = [y + depth, height - depth];
+    }
+    return boxes;
+  }
+
+  // Black or white, whichever is told from the colour more easily.
+  function inkOn(colour) {
+    const [red, green, blue] = [1, 3, 5].map((i) => (parseInt(colour.slice(i, i + 2), 16) / 255) ** 2.2);
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 ? "#000000" : "#ffffff";
+  }
+
+  function box(kind, { x, y, width, height }, about, ...lines) {
+    const made = element("div", { class: `slice ${kind}` }, lines.map((line) => element("span", {}, line)));
+    Object.assign(made.style, {
+      left: `${x}px`, top: `${y}px`, width: `${Math.max(1, width - GAP)}px`,
+      height: `${Math.max(1, height - GAP)}px`,
+    });
+    shown.set(made, about);
+    return made;
+  }
+
+  function leafBox(node, area) {
+    const { text } = report.specs[node.spec];
+    const made = box("leaf", area, { node, lines: () => hoverLines(node) },
+      labelShown(node), bytesShown(node.held), text);
+    made.style.backgroundColor = classOf[node.spec].colour;
+    made.style.color = inkOn(classOf[node.spec].colour);
+    return made;
+  }
+
+  function moduleBox(node, area, label) {
+    const made = box("module", area, { node, lines: () => hoverLines(node) },
+      `${label}  ${bytesShown(node.held)}`);
+    const inside = {
+      x: GAP, y: HEAD, width: area.width - 3 * GAP, height: area.height - HEAD - 2 * GAP,
+    };
+    if (Math.min(inside.width, inside.height) >= LEAST) made.append(...childBoxes(node, inside));
+    return made;
+  }
+
+  function childBoxes(node, area) {
+    const least = SMALLEST * trail.at(-1).held;
+    const seen = childrenOf(node).filter((child) => child.held >= least).sort((a, b) => b.held - a.held);
+    const held = seen.map((child) => child.held);
+    const rest = node.held - held.reduce((total, one) => total + one, 0);
+    const unseen = childrenOf(node).length - seen.length;
+    if (rest > 0 && unseen > 0) held.push(rest);
+    const scale = (area.width * area.height) / node.held;
+    // What is put together may be larger than what is seen.
+    const order = held.map((_, i) => i).sort((a, b) => held[b] - held[a]);
+    const boxes = squarified(order.map((i) => held[i] * scale), area);
+    return order.map((i, at) => {
+      if (i === seen.length) {
+        const lines = [`${counted(unseen)} smaller`, bytesShown(rest)];
+        return box("others", boxes[at], { node: null, lines: () => lines }, ...lines);
+      }
+      return seen[i].row === null ? moduleBox(seen[i], boxes[at], labelShown(seen[i]))
+        : leafBox(seen[i], boxes[at]);
+    });
+  }
+
+  function hoverLines(node) {
+    const bytes = `${bytesShown(node.held)} per device, ${bytesShown(node.bytes)} in all`;
+    const leaves = leavesShown(node.leaves);
+    if (node.row === null) return [keyOf(node) || "all", bytes, leaves];
+    const kind = kindOf(node.row);
+    return [
+      patternOf(node.row), bytes, leaves, `shape ${kind.shape}, ${kind.dtype}`,
+      `${report.specs[kind.spec].text}, ${kind.rule}`, ...kind.notes, ...(kind.problem ? [kind.problem] : []),
+    ];
+  }
+
+  const about = (event) => shown.get(event.target.closest?.(".slice"));
+
+  function hover(event) {
+    const found = about(event);
+    tip.hidden = found === undefined;
+    if (tip.hidden) return;
+    tip.replaceChildren(...found.lines().map((line) => element("div", {}, line)));
+    const left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8);
+    tip.style.left = `${Math.max(4, left)}px`;
+    tip.style.top = `${Math.min(event.clientY + 18, innerHeight - tip.offsetHeight - 8)}px`;
+  }
+
+  function zoom(event) {
+    const node = about(event)?.node;
+    if (!node || node.row !== null) return;
+    if (node === trail.at(-1)) trail.pop();
+    else trail.push(node);
+    if (!trail.length) trail = [node];
+    tip.hidden = true;
+    draw();
+  }
+
+  function draw() {
+    const node = trail.at(-1);
+    const area = { x: 0, y: 0, width: place.clientWidth, height: place.clientHeight };
+    place.replaceChildren(moduleBox(node, area, node === wholeTree ? "all" : keyOf(node)));
+  }
+
+  if (!wholeTree || wholeTree.held === 0) {
+    place.replaceWith(element("p", { class: "hint" }, "No leaf has any bytes."));
+    return;
+  }
+  let trail = [wholeTree]; // down to what is shown
+  place.addEventListener("click", zoom);
+  place.addEventListener("pointermove", hover);
+  place.addEventListener("pointerleave", () => { tip.hidden = true; });
+  // Draws at once, and whenever the page's width changes.
+  new ResizeObserver(draw).observe(place);
+})();
