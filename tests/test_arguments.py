@@ -241,7 +241,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Plan.with_rules": (PLAN.with_rules, {"rules": RULES}),
     "Program.diff": (PROGRAM.diff, {"other": PROGRAM}),
     "Program.lock": (PROGRAM.lock, {}),
-    "Rehearsal.raise_for": (sr.types.Rehearsal().raise_for, {}),
     "Proof.raise_for": (sr.prove(DOUBLED, np.ones(3)).raise_for, {}),
     "Rename": (sr.Rename, {
         "name": "{layer}", "path": "{part:q|k}", "dims": "(part out) in -> layer in out",
@@ -297,7 +296,7 @@ MADE_BY_US = {
     "CutReason", "Reason", "Suggestion", "Coverage", "DeviceBytes", "DimensionClass", "Explanation",
     "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Memory", "OutOfMemory", "Place",
     "Plan", "PlanDiff", "Program", "ProgramTime", "Proof", "Roofline", "RuleFile", "RulesFallback",
-    "Rehearsal", "RehearsedLeaf", "Step", "StepSweep", "StepSweepRow", "Work", "Sweep", "SweepRow", "Totals", "Transfer", "TransferRow",
+    "Step", "StepSweep", "StepSweepRow", "Work", "Sweep", "SweepRow", "Totals", "Transfer", "TransferRow",
     "Tried", "TriedName",
 }  # fmt: skip
 # What needs a compiler; tests/tpu and tests/cuda call them.

@@ -110,10 +110,6 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "Roofline": (lambda: sr.types.Roofline(3.0, 1.0), "roofline: 3.00 s to 4.00 s a step"),
     "StepSweep": (swept_steps, "fits: 1"),
     "Proof": (lambda: sr.prove(lambda x: x * 2, jnp.ones(8)), " on each device, on one device by XLA for CPU"),
-    "Rehearsal": (
-        lambda: sr.types.Rehearsal([sr.types.RehearsedLeaf("outputs/w", 2e-7, 1e-6, (0, 3))],
-                                   summary="1 result", findings=sr.types.Findings((), "1 result")),
-        "outputs/w     2.0e-07"),
     "Step": (step, "dimensions of the arguments, by what must be sharded alike"),
     "Solution": (solution, " a step on fsdp=4"),
     "Coverage": (lambda: plan().coverage, "rule 3: dead, matches no leaf"),
@@ -123,7 +119,6 @@ RECORDS: dict[str, Callable[[], Any]] = {
     "Finding": lambda: plan().check()[0],
     "SweepRow": lambda: swept()[0],
     "StepSweepRow": lambda: swept_steps()[0],
-    "RehearsedLeaf": lambda: sr.types.RehearsedLeaf("outputs/w", 2e-7, 1e-6, (0, 3)),
     "Change": lambda: plan().diff(plan().on_mesh({"fsdp": 4, "tp": 1}))[0],
     "TransferRow": lambda: plan().transfer(plan().on_mesh({"fsdp": 4, "tp": 1}))[0],
     "Reason": lambda: suggestion().reasons[0],

@@ -21,12 +21,10 @@ from shardrules._plan.sweep import SweepRow as SweepRow
 from shardrules._plan.transfer import Transfer as Transfer
 from shardrules._plan.transfer import TransferRow as TransferRow
 from shardrules._program.collectives import Collective as Collective
-from shardrules._program.compared import RehearsedLeaf as RehearsedLeaf
 from shardrules._program.memory import Buffer as Buffer
 from shardrules._program.memory import Memory as Memory
 from shardrules._program.memory import Totals as Totals
 from shardrules._program.program import Program as Program
-from shardrules._program.rehearse import Rehearsal as Rehearsal
 from shardrules._program.solve.candidates import Candidate as Candidate
 from shardrules._program.solve.candidates import StepCost as StepCost
 from shardrules._program.solve.constraints import Activation as Activation

@@ -21,21 +21,12 @@ from jax import tree_util
 from jax.sharding import AbstractMesh, Mesh
 
 from shardrules._base.arguments import check_share, check_type
-from shardrules._base.text import (
-    bytes_shown,
-    counted,
-    mesh_shown,
-    printable,
-    printable_lines,
-    shown,
-)
+from shardrules._base.text import counted, mesh_shown, printable_lines, shown
 from shardrules._place.mesh import as_mesh
-from shardrules._plan.answers import Answer, Column, Table
-from shardrules._plan.findings import Finding, Findings, Level
+from shardrules._plan.findings import Finding, Findings
 from shardrules._plan.plan import Plan
 from shardrules._program import rehearse_child
 from shardrules._program.child import FAILED
-from shardrules._program.compared import RehearsedLeaf, compared, rounding_of
 from shardrules._program.compiler import LIMIT, Child, crash_text
 from shardrules._program.executable import Executable
 from shardrules._program.jax_names import compiler_input, kept_arguments, lowered_shardings
@@ -45,43 +36,18 @@ from shardrules._program.memory import LiveRanges
 from shardrules._program.rehearse_child import read, write
 
 _RUNS: Final = ("the arguments", "the arguments moved once", "the arguments moved twice")
-_FLOATS: Final = re.compile(r"[<x]b?f(?:16|32|64)>")
+_ROUNDINGS: Final = 8
+"""How many times as much as one rounding of the arguments a sharded program may change a result."""
+_STATE: Final = 4
+"""A result that is nearer to an argument than this part of its largest value is its next state."""
+_FLOATS: Final = re.compile(r"[<x](b?f(?:16|32|64))>")
+_NARROW: Final = re.compile(r"[<x](?:u?i[24]|f4\w+)>")
 _NAMES: Final = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
 _LAST_WORDS: Final = 2000
 _SMALLER: Final = (
     "let step_on take its sizes, such as layers, width and rows, as arguments whose defaults are "
     "small"
 )
-
-
-class Rehearsal(Answer[RehearsedLeaf]):
-    """A row for each result that is not the same to the bit, the most different first."""
-
-    summary: str = ""
-    """What was compared."""
-    findings: Findings = Findings()
-    """What rounding does not explain."""
-
-    def raise_for(self, level: Level = "error") -> None:
-        """Raise `FindingsError` if a finding has at least this level."""
-        self.findings.raise_for(level)
-
-    def _json(self) -> dict[str, Any]:
-        findings = [finding._asdict() for finding in self.findings]
-        return {"summary": self.summary, "findings": findings}
-
-    def _body(self) -> list[Table | str]:
-        return [*([rehearsal_table(self)] if self else []), *self.findings._parts()]
-
-
-def rehearsal_table(rows: Sequence[RehearsedLeaf]) -> Table:
-    """Return a row for each result that is not the same to the bit."""
-    columns = [Column("result"), *(Column(name, is_right=True) for name in _COLUMNS)]
-    cells = ([printable(row.path), *(f"{part:.1e}" for part in row[1:3])] for row in rows)
-    return Table(columns, cells)
-
-
-_COLUMNS: Final = ("difference", "rounding, at most")
 
 
 def rehearse(
@@ -91,7 +57,7 @@ def rehearse(
     *,
     rtol: float | None = None,
     args: tuple[Any, ...] | None = None,
-) -> Rehearsal:
+) -> Findings:
     """Run a small step whole and sharded, on this machine's processors, and compare the results.
 
     All of it happens in a child process, which has as many devices as the mesh. A result that is
@@ -113,16 +79,16 @@ def rehearse(
         rtol: The largest difference of a result that is accepted, by its largest value. Default:
             eight times what one rounding of the arguments does to it.
         args: The step's arguments with their values. Default: those that `step_on` gives as
-            arrays, and else random ones. Floats are around 0, and positive where the results are
-            not finite else, as of variances; integers are rows of every table.
+            arrays, and else random ones: floats between 0 and 1, and integers that are rows of
+            every table.
 
     Returns:
-        A `Rehearsal`: what differs, and its findings.
+        What rounding does not explain.
 
     Raises:
-        TypeError: `step_on` returns no step.
-        ValueError: The step is too large for this machine; or it is another step for one device.
-        RuntimeError: XLA for CPU refuses the step, or crashes.
+        TypeError: `step_on` returns no step, or `args` has floats where the step takes integers.
+        ValueError: It is another step for one device.
+        RuntimeError: The step is too large for this machine, or XLA for CPU refuses it.
         TimeoutError: It has not ended after 20 minutes.
 
     Example:
@@ -142,35 +108,24 @@ def rehearse(
     sizes, types = dict(asked.shape), asked.axis_types
     whole = _Lowered("whole", step_on, dict.fromkeys(sizes, 1), types)
     sharded = _Lowered("sharded", step_on, sizes, types)
-    other = {
-        "its arguments have other shapes or dtypes": whole.avals != sharded.avals,
-        "it has more results, or fewer": whole.result_count != sharded.result_count,
-    }
-    for what, is_other in other.items():
-        if is_other:
+    pairs = {"arguments": (whole.avals, sharded.avals), "results": (whole.results, sharded.results)}
+    for what, (of_whole, of_sharded) in pairs.items():
+        if of_whole != of_sharded:
             raise ValueError(
-                f"step_on builds another step for {mesh_shown(sizes)} than for one device: {what}; "
-                "let it use the mesh for shardings alone"
+                f"step_on builds another step for {mesh_shown(sizes)} than for one device, whose "
+                f"{what} are others, or of other shapes or dtypes; let it use the mesh for "
+                "shardings alone, and make no dimension of a device's own rows"
             )
-    values, random = _values(sharded, args)
-    moved = (_moved(values, sharded.rounding, seed) for seed in range(1, len(_RUNS)))
-    arguments = [values, *moved]
-    arrays, answer = _run(whole, sharded, arguments, random)
-    for given in arguments:
-        given[:] = [abs(x) if i in answer["positive"] else x for i, x in enumerate(given)]
-    rows, findings = [], []
-    for place, path in enumerate(sharded.output_paths(answer["text"])):
-        row, finding = compared(
-            path, [results[place] for results in arrays], [*arguments, values], rtol
-        )
-        rows.append(row)
-        findings += [finding, _differs(path, answer["unlike"][place])]
-    summary = f"{counted(len(rows), 'result')} on {mesh_shown(sizes)} and on one device"
-    return Rehearsal(
-        sorted(filter(None, rows), key=lambda row: row.allowed / row.difference),
-        summary=summary,
-        findings=Findings(filter(None, findings), summary),
-    )
+    values = _values(sharded, args)
+    arguments = [values, *(_moved(values, sharded.rounding, seed) for seed in (1, 2)), values]
+    arrays, copies = _run(whole, sharded, arguments)
+    findings = []
+    for place, path in enumerate(sharded.output_paths()):
+        findings.append(_compared(path, [results[place] for results in arrays], arguments, rtol))
+        if copies[place] is not None:
+            findings.append(_differs(path, *copies[place]))
+    summary = f"{counted(len(copies), 'result')} on {mesh_shown(sizes)} and on one device"
+    return Findings(filter(None, findings), summary)
 
 
 class _Lowered:
@@ -182,7 +137,6 @@ class _Lowered:
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
         step, self.args, *_ = step_parts(step_on(mesh), "step_on")
         check_step(step, self.args)
-        self.name, self._sizes = name, sizes
         self._lowered = lowering_on(mesh, step, self.args).lowered
         self._inner = inner_of(self._lowered)
         asked, shardings = compiler_input(self._inner), lowered_shardings(self._inner)
@@ -193,32 +147,30 @@ class _Lowered:
             raise ValueError(
                 f"the step needs no array on {mesh_shown(sizes)}; give it an argument that it uses"
             )
+        if jax.__version_info__ < (0, 8) and _NARROW.search(self._inner.as_text()):
+            raise RuntimeError("XLA for CPU of JAX 0.7 spoils arrays of 2 and 4 bits: take JAX 0.8")
         self.asked, self.kept = asked, kept
         infos = tree_util.tree_leaves(self._inner.args_info)
-        self.count, self.result_count = len(infos), self._inner.out_tree.num_leaves
+        self.count = len(infos)
         self.avals = [_stored(infos[leaf]) for leaf in kept]
         """Dtype and shape of the arguments that it uses, as they are stored."""
-        self._specs = [[*s.spec] if (s := shardings[0][leaf]) else [] for leaf in kept]
+        self.results = [_stored(info) for info in tree_util.tree_leaves(self._inner.out_info)]
+        specs = [[*s.spec] if (s := shardings[0][leaf]) else [] for leaf in kept]
+        self.request = {"name": name, "mesh": sizes, "overrides": asked.overrides, "specs": specs}
 
     @property
     def rounding(self) -> float:
         """Rounding of the coarsest floats that it computes with."""
-        names = {name.strip("<x>") for name in _FLOATS.findall(self._inner.as_text())}
-        return max((rounding_of(_NAMES[name]) for name in names), default=0.0)
+        names = set(_FLOATS.findall(self._inner.as_text()))
+        return max((_rounding_of(_NAMES[name]) for name in names), default=0.0)
 
-    def request(self, random: Sequence[int], runs: Sequence[str]) -> dict[str, Any]:
-        """Return what the child is asked."""
-        return {
-            "name": self.name, "mesh": self._sizes, "overrides": self.asked.overrides,
-            "specs": self._specs, "avals": self.avals, "random": random, "runs": runs,
-        }  # fmt: skip
-
-    def output_paths(self, text: str) -> list[str]:
+    def output_paths(self) -> list[str]:
         """Return the path of each result of the program."""
-        inner, count = self._inner, self.result_count
+        inner, count = self._inner, len(self.results)
         inputs: list[Any] = [None] * inner.in_tree.num_leaves
-        live = LiveRanges("", "")  # of which nothing is asked
-        stored = StoredProgram(inner, inputs, [None] * count, text, peak=0, live=live)
+        stored = StoredProgram(  # of which the structure alone is read
+            inner, inputs, [None] * count, "HloModule {}", peak=0, live=LiveRanges("", "")
+        )
         plans = tuple(arg if isinstance(arg, Plan) else None for arg in self.args)
         call = call_of(boxed(self._lowered, stored), plans)
         places = [*call.out_leaves, *(after for _, after in call.updates)]
@@ -233,8 +185,8 @@ def _stored(info: Any) -> tuple[str, tuple[int, ...]]:
     return np.dtype(info.dtype).name, tuple(info.shape)
 
 
-def _values(lowered: _Lowered, args: tuple[Any, ...] | None) -> tuple[list[Any], list[int]]:
-    """Return the arguments that a step uses, as they are given or random; and which are random."""
+def _values(lowered: _Lowered, args: tuple[Any, ...] | None) -> list[Any]:
+    """Return the arguments that a step uses, as they are given or random."""
     given = tree_util.tree_leaves(
         [
             arg.abstract() if isinstance(arg, Plan) else arg
@@ -248,30 +200,35 @@ def _values(lowered: _Lowered, args: tuple[Any, ...] | None) -> tuple[list[Any],
     generator = np.random.default_rng(0)
     floats = (shape for name, shape in lowered.avals if "float" in name and len(shape) > 1)
     rows = min((size for shape in floats for size in shape if size > 1), default=2)
-    values, random = [], []
-    for place, (leaf, (name, shape)) in enumerate(zip(lowered.kept, lowered.avals, strict=True)):
-        value, dtype = given[leaf], jnp.dtype(name)
+
+    def value_of(value: Any, name: str, shape: tuple[int, ...]) -> Any:
+        dtype: Any = jnp.dtype(name)
         if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             value = jax.random.key_data(value)
         if value is None or isinstance(value, jax.ShapeDtypeStruct):
-            value = _random(dtype, shape, rows, generator)
-            random += [place] if jnp.issubdtype(dtype, jnp.floating) else []
-        elif np.shape(value) != shape:
+            return _random(dtype, shape, rows, generator)
+        if np.shape(value) != shape:
             raise ValueError(f"args has an array of {np.shape(value)} where the step takes {shape}")
-        values.append(np.asarray(value, dtype))
-    return values, random
+        array = np.asarray(value)
+        if jnp.issubdtype(array.dtype, jnp.inexact) > jnp.issubdtype(dtype, jnp.inexact):
+            raise TypeError(f"args has {array.dtype.name} where the step takes {name}")
+        return array.astype(dtype)
+
+    return [
+        value_of(given[leaf], *aval) for leaf, aval in zip(lowered.kept, lowered.avals, strict=True)
+    ]
 
 
 def _random(dtype: Any, shape: tuple[int, ...], rows: int, generator: np.random.Generator) -> Any:
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return (generator.normal(size=shape) + 1j * generator.normal(size=shape)) / 10
+    """Return random values; floats are positive, as variances must be."""
     if jnp.issubdtype(dtype, jnp.inexact):
-        return generator.normal(size=shape) / 10
+        return abs(generator.normal(size=shape) / 10).astype(dtype)
     if dtype == np.bool_:
         return generator.random(shape) < 0.5
     if dtype == np.uint32:  # of keys
-        return generator.integers(0, 2**32, shape)
-    return generator.integers(0, rows, shape) if shape else 1  # such as tokens; counts of steps
+        return generator.integers(0, 2**32, shape, dtype)
+    whole = generator.integers(0, rows, shape) if shape else np.int64(1)  # tokens; counts of steps
+    return whole.astype(dtype)
 
 
 def _moved(values: Sequence[Any], rounding: float, seed: int) -> list[Any]:
@@ -286,57 +243,128 @@ def _moved(values: Sequence[Any], rounding: float, seed: int) -> list[Any]:
 
 
 def _run(
-    whole: _Lowered, sharded: _Lowered, arguments: Sequence[Sequence[Any]], random: list[int]
-) -> tuple[list[list[Any]], dict[str, Any]]:
-    """Run the programs in a child.
+    whole: _Lowered, sharded: _Lowered, arguments: Sequence[Sequence[Any]]
+) -> tuple[list[list[Any]], list[Any]]:
+    """Run the programs in a child: the whole one on all arguments but the last, on which the other.
 
     Returns:
-        The results: whole, of each of the arguments, and sharded; and what the child says of the
-        sharded program.
+        The results of each run, and where copies of the sharded ones differ.
     """
     devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(sharded.asked.device_ids))}
-    with closing(Child(os.environ | devices | {"TF_CPP_MIN_LOG_LEVEL": "2"})) as asked:
-        for run, arrays in zip(_RUNS, arguments, strict=True):
-            write(asked.folder / run, arrays)
-        for lowered in (whole, sharded):
-            (asked.folder / f"{lowered.name}.bc").write_bytes(lowered.asked.module)
-            (asked.folder / f"{lowered.name}.pb").write_bytes(lowered.asked.options)
-        programs = [whole.request(random, _RUNS), sharded.request(random, _RUNS[:1])]
-        asked.ask(rehearse_child, programs=programs)
-        results = _answers(asked)
-        files = [(0, f"whole of {run}") for run in _RUNS] + [(1, f"sharded of {_RUNS[0]}")]
-        arrays = [list(read(asked.folder / file, results[i]["outputs"])) for i, file in files]
-        return arrays, results[1]
+    with closing(Child(os.environ | devices | {"TF_CPP_MIN_LOG_LEVEL": "2"})) as child:
+        for run, arrays in zip(_RUNS, arguments, strict=False):
+            write(child.folder / run, arrays)
+        programs = []
+        for lowered, runs in ((whole, _RUNS), (sharded, _RUNS[:1])):
+            name = lowered.request["name"]
+            (child.folder / f"{name}.bc").write_bytes(lowered.asked.module)
+            (child.folder / f"{name}.pb").write_bytes(lowered.asked.options)
+            programs.append({**lowered.request, "runs": runs})
+        child.ask(rehearse_child, programs=programs, avals=whole.avals, results=whole.results)
+        try:
+            code = child.exit_code()
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"the step has not ended in {LIMIT:g} s: {_SMALLER}") from None
+        if code not in (0, FAILED):
+            raise RuntimeError(crash_text("the step", code, child.text("stderr.txt")))
+        if code:
+            words = child.text("error.txt")[-_LAST_WORDS:]
+            fix = f": {_SMALLER}" if words.startswith("MemoryError") else ""
+            raise RuntimeError(
+                printable_lines(["the step cannot be run here:", *f"{words}{fix}".splitlines()])
+            )
+        files = [*(f"whole of {run}" for run in _RUNS), f"sharded of {_RUNS[0]}"]
+        results = [list(read(child.folder / file, whole.results)) for file in files]
+        return results, json.loads(child.text("copies.json"))
 
 
-def _answers(asked: Child) -> list[Any]:
-    """Wait for the child."""
-    try:
-        code = asked.exit_code()
-    except subprocess.TimeoutExpired:
-        raise TimeoutError(f"the step has not ended in {LIMIT:g} s: {_SMALLER}") from None
-    if code not in (0, FAILED):
-        raise RuntimeError(crash_text("the step", code, asked.text("stderr.txt")))
-    if code:
-        words = asked.text("error.txt")[-_LAST_WORDS:]
-        raise RuntimeError(printable_lines(["the step cannot be run here:", *words.splitlines()]))
-    results: list[Any] = json.loads(asked.text("results.json"))
-    for result in results:
-        if "needed" in result:
-            needed, free = bytes_shown(result["needed"]), bytes_shown(result["free"])
-            raise ValueError(f"the step needs {needed} to run here, of {free}: {_SMALLER}")
-    return results
-
-
-def _differs(path: str, unlike: Any) -> Finding | None:
-    """Say where copies of a result differ, if they do."""
-    if unlike is None:
+def _compared(
+    path: str, results: Sequence[Any], arguments: Sequence[Sequence[Any]], rtol: float | None
+) -> Finding | None:
+    """Compare a result of the sharded program, the last, with those of the whole one."""
+    whole, sharded = results[0], results[-1]
+    if not jnp.issubdtype(whole.dtype, jnp.inexact):
+        if not (unlike := whole != sharded).any():
+            return None
+        text = (
+            f"{_at_first(path, unlike, whole, sharded)}; {unlike.mean():.0%} of the values differ"
+        )
+        fix = "rounding may decide such a choice; if it does not, look where it is made"
+        return Finding("info", "unequal", text, fix, (path,), 1)
+    if np.isnan(whole).any():
+        text = f"{path} has NaNs in the whole program, too: it is not compared"
+        fix = "give args=, with values that the step is made for"
+        return Finding("warning", "nan", text, fix, (path,), 1)
+    if (is_nan := np.isnan(sharded)).any():
+        fix = "look for what a device divides by, such as a count of its own rows"
+        text = _at_first(path, is_nan, whole, sharded)
+        return Finding("error", "nan", text, fix, (path,), 1)
+    wide = [x.astype("complex128" if np.iscomplexobj(x) else "float64") for x in results]
+    before = _state_before(wide[0], arguments[0])
+    if before is not None:
+        wide = [
+            _change(x, given[before].astype(x.dtype))
+            for x, given in zip(wide, arguments, strict=True)
+        ]
+    size = _largest_finite(wide[0])
+    changes = [np.abs(_change(x, wide[0])) for x in wide[1:]]
+    *by_rounding, by_shards = (float(change.max(initial=0.0)) for change in changes)
+    # No measure is finer than the result's own last digit.
+    least = _rounding_of(whole.dtype) * _largest_finite(whole)
+    allowed = max(_ROUNDINGS * max(by_rounding), least * (_ROUNDINGS if before is None else 1))
+    if by_shards <= (allowed := allowed if rtol is None else rtol * size):
         return None
-    index, axes = unlike
-    names = " and ".join(axes)
+    of = "" if before is None else " of its change"
+    part, least_part = (x / size if size else np.inf for x in (by_shards, allowed))
     text = (
-        f"{path}{index} has another value on other devices along {names}, which have copies of it"
+        f"{_at_first(path, changes[-1] == by_shards, whole, sharded)}: a difference of {part:.1g}"
+        f"{of}, where rounding may do {least_part:.1g}"
     )
-    call = ", ".join(f'"{axis}"' for axis in axes)
+    fix = "look for a sum or a mean over a mesh axis that is missing, or taken twice"
+    return Finding("error", "unequal", text, fix, (path,), 1)
+
+
+def _at_first(path: str, is_one: Any, whole: Any, sharded: Any) -> str:
+    """Say what values are at the first place where an array is True."""
+    place = tuple(map(int, np.argwhere(is_one)[0]))
+    return f"{path}{[*place]} is {sharded[place]} sharded, and {whole[place]} whole"
+
+
+def _rounding_of(dtype: Any) -> float:
+    """Return how much one rounding changes a number, as a part of it."""
+    info: Any = jnp.finfo
+    return float(info(dtype).eps)
+
+
+def _state_before(whole: Any, arguments: Sequence[Any]) -> int | None:
+    """Return the argument that a result is the next state of; None if it is of none."""
+    changes = {
+        number: float(np.abs(_change(whole, value.astype(whole.dtype))).max(initial=0.0))
+        for number, value in enumerate(arguments)
+        if value.shape == whole.shape
+        and jnp.issubdtype(value.dtype, jnp.inexact)
+        and np.iscomplexobj(value) == np.iscomplexobj(whole)
+    }
+    number = min(changes, key=changes.__getitem__, default=None)
+    is_state = number is not None and changes[number] < _largest_finite(whole) / _STATE
+    return number if is_state else None
+
+
+def _change(one: Any, other: Any) -> Any:
+    """Subtract; infinities that are the same, such as those of a mask, have not changed."""
+    with np.errstate(invalid="ignore"):
+        return np.where(one == other, 0, one - other)
+
+
+def _largest_finite(values: Any) -> float:
+    return float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
+
+
+def _differs(path: str, place: list[int], axes: list[str]) -> Finding:
+    """Say where copies of a result differ."""
+    names, call = " and ".join(axes), ", ".join(f'"{axis}"' for axis in axes)
+    text = (
+        f"{path}{place} has another value on other devices along {names}, which have copies of it"
+    )
     fix = f"sum it there, jax.lax.psum(x, {call}), or give the result a spec that {names} cuts"
     return Finding("error", "differs", text, fix, paths=(path,), leaves=1)

@@ -28,18 +28,12 @@ def rehearse(
     Exits with 1 for findings of at least the level --fail-on.
     """
     from shardrules._cli import planning, process, show
-    from shardrules._program.rehearse import rehearsal_table, rehearse
+    from shardrules._program.rehearse import rehearse
 
     def step_on(mesh: Any) -> Any:
         return planning.step_on(function, mesh, rules)
 
     with process.working("running the step"):
-        rehearsal = rehearse(step_on, mesh, rtol=rtol)
-    if format == "json":
-        print(rehearsal.to_json())
-    else:
-        if format == "text" and rehearsal:
-            is_more = [row.difference > row.allowed > 0 for row in rehearsal]
-            show.print_table(rehearsal_table(rehearsal), is_more)
-        show.show_findings(rehearsal.findings, format)
-    return show.exit_code(rehearsal.findings, fail_on)
+        findings = rehearse(step_on, mesh, rtol=rtol)
+    show.show_findings(findings, format)
+    return show.exit_code(findings, fail_on)
