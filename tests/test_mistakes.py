@@ -153,7 +153,7 @@ OF_PLANS = {
     "a kind": (lambda: PLAN.check(levels={"deadd": "error"}), "'deadd'", "'dead'"),
     "one replicated": (lambda: PLAN.check(replicated="norm"), "'norm'", "sequence of patterns", "write ['norm']"),
     "bytes with a unit": (lambda: PLAN.check(large="16MB"), "'16MB'", "a number of bytes, such as 95e9"),
-    "memory with a unit": (lambda: PLAN.check(hbm="95GB"), "'95GB'", "a number of bytes, such as 95e9"),
+    "memory with another unit": (lambda: PLAN.check(hbm="95GBs"), "'95GBs'", "write it as 96GB"),
     "a head of no size": (lambda: PLAN.check(head_dim=0), "head_dim is 0", "an integer from 1"),
     "a level to raise for": (lambda: PLAN.check().raise_for("warn"), "'warn'", "'warning'"),
     "the wrong memory": (lambda: PLAN.check(hbm=95).raise_for(), "a device has 95 B", "take a mesh of more devices"),
@@ -266,7 +266,7 @@ OF_STEPS = {
     "devices as text": (lambda: PLAN.sweep(devices="512"), "'512'", "'v5p:8x8x8'"),
     "a misspelt axis to sweep": (lambda: PLAN.sweep(devices=8, axes=["fsdp", "ttp"]), "'ttp'", "did you mean 'tp'"),
     "a fixed axis": (lambda: PLAN.sweep(devices=8, fixed={"fsdp": 3}), "fsdp=3", "divides 8"),
-    "a sweep with a unit": (lambda: PLAN.sweep(devices=8, hbm="95 GB"), "'95 GB'", "a number of bytes, such as 95e9"),
+    "a sweep with another unit": (lambda: PLAN.sweep(devices=8, hbm="95 GBs"), "'95 GBs'", "write it as 96GB"),
 }  # fmt: skip
 
 OF_FILES = {

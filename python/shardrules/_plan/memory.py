@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._base.arguments import MOST, as_tuple, check_bytes, check_type
+from shardrules._base.arguments import MOST, as_tuple, check_bytes, check_type, memory_bytes
 from shardrules._base.dtypes import given_bits
 from shardrules._base.rule_specs import MemoryKind, check_memory_kind, is_on_host
 from shardrules._base.specs import Entries
@@ -110,12 +110,17 @@ class Room(NamedTuple):
         )
 
 
-def room_of(hbm: int | None, host_memory: int | None) -> Room:
+def room_of(hbm: float | str | None, host_memory: float | str | None = None) -> Room:
     """Return the memory that there is for each device."""
-    for name, size in (("hbm", hbm), ("host_memory", host_memory)):
-        if size is not None:
-            check_bytes(name, size)
-    return Room(hbm, host_memory)
+    return Room(_count("hbm", hbm), _count("host_memory", host_memory))
+
+
+def _count(name: str, size: float | str | None) -> int | None:
+    """Return bytes of memory; less than a device has is told as what does not fit."""
+    if size is None or isinstance(size, str):
+        return None if size is None else memory_bytes(name, size)
+    check_bytes(name, size)
+    return int(size)
 
 
 DTYPES: Final = "dtypes, one for each moment: Adam's two are ('float32', 'float32')"

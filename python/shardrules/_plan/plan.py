@@ -331,7 +331,7 @@ class Plan(Decider):
         optional_axes: Iterable[str] = (),
         data_axes: Iterable[str] = (),
         head_dim: int | None = None,
-        hbm: int | None = None,
+        hbm: float | str | None = None,
         levels: Mapping[CheckKind, Level | Literal["off"]] | None = None,
     ) -> Findings:
         """Check the coverage: no leaf is replicated and no rule ignored without a finding.
@@ -357,7 +357,8 @@ class Plan(Decider):
             data_axes: Mesh axes that cut batches and sequences alone, such as "dp".
             head_dim: Size of an attention head. Default: that of a `q_norm` or `k_norm` beside the
                 projections, if there is one.
-            hbm: Bytes of memory of a device, into which the leaves are to fit. Default: any.
+            hbm: Bytes of memory of a device, as a number or "95GB", into which the leaves are to
+                fit. Default: any.
             levels: Other levels by kind of finding: "error", "warning", "info" or "off".
 
         Returns:
@@ -396,7 +397,7 @@ class Plan(Decider):
             large=large,
             declared=declared,
             head_dim=size,
-            hbm=room_of(hbm, None).hbm,
+            hbm=room_of(hbm).hbm,
             levels=levels,
         )
 
@@ -448,8 +449,8 @@ class Plan(Decider):
         devices: int | str | Topology | None = None,
         axes: Iterable[str] | None = None,
         fixed: Mapping[str, int] | None = None,
-        hbm: int | None = None,
-        host_memory: int | None = None,
+        hbm: float | str | None = None,
+        host_memory: float | str | None = None,
         gradients: Any = None,
         optimizer: Iterable[Any] | None = None,
         optimizer_memory_kind: MemoryKind | None = None,
@@ -672,8 +673,8 @@ class Plan(Decider):
         *,
         sections: Iterable[HasSection] = (),
         title: str = "Sharding plan",
-        hbm: int | None = None,
-        host_memory: int | None = None,
+        hbm: float | str | None = None,
+        host_memory: float | str | None = None,
         gradients: Any = None,
         optimizer: Self | Iterable[Any] | None = None,
         optimizer_memory_kind: MemoryKind | None = None,

@@ -11,6 +11,7 @@ from shardrules._base.arguments import as_tuple, check_type, integer, strings
 from shardrules._base.mesh_sizes import check_bounds, checked_sizes, mesh_shapes
 from shardrules._base.rule_specs import MemoryKind
 from shardrules._base.text import (
+    brief,
     bytes_shown,
     counted,
     mesh_shown,
@@ -139,8 +140,8 @@ def sweep_meshes(
     devices: int | str | Topology | None,
     axes: Iterable[str] | None,
     fixed: Mapping[str, int] | None,
-    hbm: int | None,
-    host_memory: int | None,
+    hbm: float | str | None,
+    host_memory: float | str | None,
     gradients: Any,
     optimizer: Iterable[Any] | None,
     optimizer_memory_kind: MemoryKind | None,
@@ -161,6 +162,8 @@ def sweep_meshes(
         meshes = _factorizations(plan, devices, axes, fixed)
     else:
         check_type("fixed", fixed, Mapping | None, _SIZES)
+        if isinstance(meshes, Mapping):
+            raise TypeError(f"meshes is one mesh: write sweep([{brief(meshes)}])")
         check_type("meshes", meshes, Iterable, "a sequence of dicts of axis sizes")
     room = room_of(hbm, host_memory)
     moments = None if optimizer is None else as_tuple("optimizer", optimizer, DTYPES)

@@ -263,7 +263,7 @@ def solve(
     on: Any = None,
     *,
     hardware: Hardware | str | None = None,
-    hbm: int | None = None,
+    hbm: float | str | None = None,
     keep: Iterable[Any] = (),
     forbid: Iterable[Any] = (),
     time_limit: float | None = None,

@@ -35,6 +35,7 @@ _LAYOUTS: Final[Mapping[str, Callable[[str, int], Slices | Hosts]]] = {
     **dict.fromkeys(GENERATIONS, Slices.parse),
     **dict.fromkeys(GPUS, Hosts.parse),
 }
+_NICKNAMES: Final = {"trillium": ["v6e"], "ironwood": ["tpu7x"], "v7": ["tpu7x"], "v7x": ["tpu7x"]}
 _FORM: Final = (
     "a name such as 'v5p:8x8x8', or as clouds have it 'v5p-1024'; or for GPUs 'h100:8x16', 8 in "
     "each of 16 hosts"
@@ -83,8 +84,8 @@ class Topology:
     def _layout(self) -> Slices | Hosts:
         kind = re.split(r"[:-]", self.name, maxsplit=1)[0].lower()
         if kind not in _LAYOUTS:
-            near = " or ".join(map(repr, near_names(kind, _LAYOUTS, least=0.6)))
-            meant = f"did you mean {near}? " if near else ""
+            near = _NICKNAMES.get(kind) or near_names(kind, _LAYOUTS, least=0.6)
+            meant = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
             raise ValueError(
                 f"the name {self.name!r}: there is no topology of {kind!r}; {meant}there are "
                 f"those of {', '.join(_LAYOUTS)}: give {_FORM}"
