@@ -303,7 +303,7 @@ OF_FILES = {
     "a part of no array": (lambda: saved(only="wz"), "wz: only finds no such path", "correct the pattern"),
     "pairs of what is missing": (lambda: saved(tree={"wq": SHAPE((4, 4), "float32")}, missing={"new": "zeros"}), "new is 'zeros'", "a tree of numbers, arrays"),
     "a renamed pair to save": (lambda: sr.save(ARRAYS, CHECKPOINT / "r", renames=[("a", "b")]), "renames[0] is ('a', 'b')", "must be a Rename"),
-    "two of one name to save": (lambda: sr.save({"a": np.ones(4), "b": np.ones(4)}, CHECKPOINT / "r", renames=[sr.Rename("c", "a"), sr.Rename("c", "b")]), "'a', 'b'", "rename or leave out one"),
+    "two of one name to save": (lambda: sr.save({"a": np.ones(4), "b": np.ones(4)}, CHECKPOINT / "r", renames=[sr.Rename("c", "a"), sr.Rename("c", "b")]), "b: it would become 'c'", "does not turn into this path again"),
     "no array to rename in save": (lambda: sr.save({"a": np.ones(4)}, CHECKPOINT / "r", renames=[sr.Rename("c", "wq")]), "wq: this Rename finds no array", "optional=True"),
     "shapes to reshard": (lambda: sr.reshard(TREE, RULES, MESH), "ShapeDtypeStruct", "jax.jit(init, out_shardings=plan.shardings())"),
     "resharded onto sizes": (lambda: sr.reshard({"w": jnp.ones((4, 4))}, OTHER), "AbstractMesh('tp': 2", "('tp',))"),

@@ -250,7 +250,7 @@ def test_what_does_not_fit_is_one_error(checkpoint):
 @pytest.mark.parametrize("most", [3000, 20_000])
 def test_bytes_in_flight_are_bounded(checkpoint, monkeypatch, most):
     held, peak = [0], [0]
-    memory, arrive = units._Plan.memory, units._Filling._arrive
+    memory, arrive = units._Unit.memory, units._Filling._arrive
 
     def begin(plan):
         held[0] += plan.needs
@@ -261,7 +261,7 @@ def test_bytes_in_flight_are_bounded(checkpoint, monkeypatch, most):
         held[0] -= filling._sent[0][0]
         arrive(filling)
 
-    monkeypatch.setattr(units._Plan, "memory", begin)
+    monkeypatch.setattr(units._Unit, "memory", begin)
     monkeypatch.setattr(units._Filling, "_arrive", end)
     for dtype in (None, "float32") if most > 10_000 else (None,):
         loaded = sr.load(checkpoint, RULES, mesh_of(), dtype=dtype, max_bytes_in_flight=most)
@@ -517,7 +517,7 @@ class TestBounds:
         with pytest.raises(sr.FileError, match="part.*: the file has changed since its header"):
             sr.load(tmp_path, P(), mesh_of())
 
-    @pytest.mark.parametrize("place", [(units._Plan, "memory"), (reading.Reader, "read")])
+    @pytest.mark.parametrize("place", [(units._Unit, "memory"), (reading.Reader, "read")])
     def test_a_memory_that_is_full(self, checkpoint, monkeypatch, place):
         def fail(*_):
             raise MemoryError("Unable to allocate 64.0 MiB")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise, product
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -125,8 +124,6 @@ class Form(NamedTuple):
     region: Shape
     axes: tuple[Shape, ...]
     """Of each dimension of the region, the sizes of its axes."""
-    kept: Shape
-    """Of each axis in a row, how many elements there are in the result."""
     order: Shape
     """The axes in the order of the result; -1 repeats."""
     target_axes: tuple[Shape, ...]
@@ -138,18 +135,18 @@ class Form(NamedTuple):
         return tuple(map(prod, self.target_axes))
 
     @property
+    def keeps_order(self) -> bool:
+        """Say whether elements that follow each other do so in the result."""
+        return self.order == tuple(range(len(self.order)))
+
+    @property
     def is_plain(self) -> bool:
         """Say whether it is a whole array as it is."""
-        return (
-            self.view == self.region == self.target
-            and len(self.kept) == len(self.view)
-            and self.order == tuple(range(len(self.view)))
-        )
+        return self.view == self.region == self.target and self.keeps_order
 
     def arranged(self, xp: Any, values: Any) -> Any:
         """Return the result's region, by numpy or jax.numpy."""
         values = values.reshape([size for axes in self.axes for size in axes])
-        values = values[tuple(map(slice, self.kept))]
         values = values.transpose([axis for axis in self.order if axis >= 0])
         if -1 in self.order:
             sizes = [size for axes in self.target_axes for size in axes]
@@ -157,7 +154,6 @@ class Form(NamedTuple):
             values = xp.broadcast_to(values.reshape(once), sizes)
         return values.reshape(self.target)
 
-    @property
     def strides(self) -> Shape:
         """Return the elements between neighbours in the array, of each axis of the result."""
         of_axes = [
@@ -172,7 +168,7 @@ class Form(NamedTuple):
 def plain_form(shape: Shape) -> Form:
     """Return what leaves an array of this shape as it is."""
     axes = tuple((size,) for size in shape)
-    return Form(shape, shape, axes, shape, tuple(range(len(shape))), axes)
+    return Form(shape, shape, axes, tuple(range(len(shape))), axes)
 
 
 def row_major(shape: Sequence[int]) -> Shape:
@@ -183,7 +179,6 @@ def row_major(shape: Sequence[int]) -> Shape:
 def form_of(
     dims: Arrangement,
     sizes: Mapping[str, int],
-    kept: Mapping[str, int],
     apart: Mapping[str, tuple[int, int, int]],
     shape: Shape,
 ) -> tuple[Form, Shape]:
@@ -192,18 +187,14 @@ def form_of(
     Args:
         dims: The arrangement.
         sizes: The size of each axis that is in both arrays, or repeats.
-        kept: Axes that are cut, or filled up, with the elements that count.
         apart: By axis that takes apart, where the part begins and ends in its dimension, or row,
             and the size of that.
         shape: The array's shape.
     """
-    view: list[int] = []
-    region: list[int] = []
-    groups: list[tuple[str, ...]] = []
-    starts: list[int] = []
+    view, region, groups, starts = [], [], [], []
     for size, group in zip(shape, dims.source, strict=True):
-        place = next((i for i, axis in enumerate(group) if axis in apart), None)
-        rows = () if place is None else group[:place]
+        place = place_in(group, apart)
+        rows, inner = group[: place or 0], group[0 if place is None else place + 1 :]
         if rows:
             view.append(prod(sizes[axis] for axis in rows))
             region.append(view[-1])
@@ -212,50 +203,36 @@ def form_of(
         begin, end, whole = (0, size, size) if place is None else apart[group[place]]
         view.append(whole)
         region.append(end - begin)
-        groups.append(group if place is None else group[place + 1 :])
+        groups.append(inner)
         starts.append(begin)
     in_source = [axis for group in groups for axis in group]
-    of_target = target_groups(dims, in_source, sizes)
-    lengths = {axis: min(kept.get(axis, sizes[axis]), sizes[axis]) for axis in sizes}
+    stacked = {*dims.stacked} - sizes.keys()
+    of_target = []
+    for group in dims.target:
+        place = place_in(group, stacked)
+        of_target += [group[:place]] if place else []
+        of_target.append(group[0 if place is None else place + 1 :])
     form = Form(
         tuple(view),
         tuple(region),
         tuple(tuple(sizes[axis] for axis in group) for group in groups),
-        tuple(lengths[axis] for axis in in_source),
         tuple(
             in_source.index(axis) if axis in in_source else -1
             for group in of_target
             for axis in group
         ),
-        tuple(tuple(lengths[axis] for axis in group) for group in of_target),
+        tuple(tuple(sizes[axis] for axis in group) for group in of_target),
     )
     return form, tuple(starts)
 
 
-def target_groups(
-    dims: Arrangement, in_source: Sequence[str], sizes: Mapping[str, int]
-) -> list[tuple[str, ...]]:
-    """Return the axes of each dimension of the result's view, without those that stack."""
-    groups = []
-    for group in dims.target:
-        place = stacking_place(group, in_source, sizes)
-        if place:
-            groups.append(group[:place])
-        groups.append(group if place is None else group[place + 1 :])
-    return groups
+def place_in(group: Sequence[str], axes: Container[str]) -> int | None:
+    """Return where in a dimension the first of these axes is."""
+    return next((place for place, axis in enumerate(group) if axis in axes), None)
 
 
-def stacking_place(
-    group: Sequence[str], in_source: Sequence[str], sizes: Mapping[str, int]
-) -> int | None:
-    """Return where in a dimension of the result the axis is along which arrays are stacked."""
-    return next(
-        (i for i, axis in enumerate(group) if axis not in in_source and axis not in sizes), None
-    )
-
-
-class Piece(NamedTuple):
-    """Elements of an array that become a box of the result.
+class Block(NamedTuple):
+    """Elements of an array that have those of a box of the result among them.
 
     Lengths and strides, in elements, are of the axes in the result's order.
     """
@@ -263,69 +240,39 @@ class Piece(NamedTuple):
     offset: int
     lengths: Shape
     strides: Shape
-    target: Box
-
-
-def pieces(form: Form, starts: Shape, at: Shape, box: Box) -> Iterator[Piece]:
-    """Yield the pieces of a part in a box of the result.
-
-    Args:
-        form: The part's form; in the result it has no rows of several parts.
-        starts: Where its region begins in the array.
-        at: Where it begins in the result.
-        box: The box.
-    """
-    spans = [
-        (max(begin - first, 0), min(end - first, size))
-        for (begin, end), first, size in zip(box, at, form.target, strict=True)
-    ]
-    if any(begin >= end for begin, end in spans):
-        return
-    begin = sum(s * by for s, by in zip(starts, row_major(form.view), strict=True))
-    for offset, lengths, inner in _pieces_within(form, tuple(spans)):
-        target = tuple((low + to, high + to) for (low, high), to in zip(inner, at, strict=True))
-        yield Piece(begin + offset, lengths, form.strides, target)
+    shape: Shape
+    """Its shape in the result."""
+    begins: Shape
+    """Where in it the box begins."""
 
 
 @lru_cache(maxsize=4096)
-def _pieces_within(form: Form, box: Box) -> list[tuple[int, Shape, Box]]:
-    """Return (the offset in the region, the lengths of axes, the box) of each piece of a box."""
-    strides, found = form.strides, []
-    of_dims = [_spans(*span, list(axes)) for span, axes in zip(box, form.target_axes, strict=True)]
-    for each in product(*of_dims):
-        flat = [span for spans in each for span in spans]
-        offset = sum(low * stride for (low, _), stride in zip(flat, strides, strict=True))
-        target = tuple(
-            _interval(spans, axes) for spans, axes in zip(each, form.target_axes, strict=True)
-        )
-        found.append((offset, tuple(high - low for low, high in flat), target))
-    return found
+def block_of(form: Form, box: Box) -> Block:
+    """Return the elements of a region that are read for a box of the region of the result.
+
+    Whole rows are read of a dimension that consists of several axes, if the box has several.
+    """
+    of_dims = [_spans(*span, axes) for span, axes in zip(box, form.target_axes, strict=True)]
+    spans = [span for spans in of_dims for span in spans]
+    strides = form.strides()
+    return Block(
+        sum(low * stride for (low, _), stride in zip(spans, strides, strict=True)),
+        tuple(high - low for low, high in spans),
+        strides,
+        tuple(prod(high - low for low, high in spans) for spans in of_dims),
+        tuple(
+            begin - sum(low * by for (low, _), by in zip(spans, row_major(axes), strict=True))
+            for (begin, _), spans, axes in zip(box, of_dims, form.target_axes, strict=True)
+        ),
+    )
 
 
-def _interval(spans: Sequence[Span], sizes: Shape) -> Span:
-    """Return the interval of a dimension that these spans of its axes are."""
-    begin = last = 0
-    for (low, high), size in zip(spans, sizes, strict=True):
-        begin, last = begin * size + low, last * size + high - 1
-    return begin, last + 1
-
-
-def _spans(begin: int, end: int, sizes: list[int]) -> list[tuple[Span, ...]]:
-    """Cut an interval of a dimension into boxes of its axes: end of a row, rows, begin of one."""
+def _spans(begin: int, end: int, sizes: Shape) -> tuple[Span, ...]:
+    """Return the interval of each axis of a dimension that has an interval of it in itself."""
     if not sizes:
-        return [()]
-    if len(sizes) == 1:
-        return [((begin, end),)]
+        return ()
     inner = prod(sizes[1:])
-    first, last = -(-begin // inner), end // inner
-    cuts = sorted({begin, *(i * inner for i in (first, last) if begin < i * inner < end), end})
-    found = []
-    for low, high in pairwise(cuts):
-        row = low // inner
-        if low % inner or high % inner:
-            rest = _spans(low - row * inner, high - row * inner, sizes[1:])
-            found += [((row, row + 1), *spans) for spans in rest]
-        else:
-            full = tuple((0, size) for size in sizes[1:])
-            found.append(((row, high // inner), *full))
-    return found
+    first, last = begin // inner, -(-end // inner)
+    if last - first > 1:
+        return ((first, last), *((0, size) for size in sizes[1:]))
+    return ((first, last), *_spans(begin - first * inner, end - first * inner, sizes[1:]))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple
 
-from shardrules._base.arguments import as_tuple, boolean, check_type, integer
+from shardrules._base.arguments import boolean, check_type, integer
 from shardrules._base.dtypes import given_name
 from shardrules._base.text import SLIP, nearest, without_defaults
 from shardrules._checkpoint.layouts import Arrangement, arrangement
@@ -28,7 +28,8 @@ class Rename:
 
     A field in braces stands for what differs: `{layer}` for a part of a name, or a piece of one,
     without `.` and `/`; `{part:gate|up}` for one of these words; `{rest*}` for one or more whole
-    parts, which are written with the separators of the other side. `{{` is a brace.
+    parts, which get the separators of the template in which they are written, if it has any.
+    `{{` is a brace.
 
     The first record whose template is the whole of a name counts. A name that none finds stays.
     One list serves `load` and `reshard`, and, backwards, `save`.
@@ -48,16 +49,16 @@ class Rename:
             `"(part out) in -> in out"`, or, part by part of each head,
             `"(heads part dim) in -> in heads dim"`; an empty word leaves its part out. `1` is a
             dimension of one element. Default: as they are.
-        sizes: Sizes of axes that one dimension consists of. Those that the tree's shapes or the
-            other axes give may be left out. `sizes={"out": (4096, 1024, 1024)}` has one size per
-            part, where parts are of several sizes.
+        sizes: Sizes of axes that one dimension consists of. Those that the other axes give may be
+            left out. `sizes={"out": (4096, 1024, 1024)}` has one size per part, where parts are of
+            several sizes.
         dtype: The dtype that the arrays get, whatever `dtype` of the call is. Default: theirs.
         optional: Whether it may be that no array has such a name, as in lists for several models.
             Default: that is an error.
         shared: Whether the array also stays what it is without this record, as an embedding that is
             the head, too. A path that another array makes is not made. Default: False.
-        resize: Per axis that is a dimension of the result, its size there, or None for that of the
-            tree: elements at the end are left out, or zeros added.
+        resize: Per axis that is a dimension of the result, its size there: elements at the end are
+            left out, or zeros added.
 
     Raises:
         ValueError: The record contradicts itself.
@@ -80,7 +81,7 @@ class Rename:
     dtype: Any = None
     optional: bool = field(default=False, kw_only=True)
     shared: bool = field(default=False, kw_only=True)
-    resize: Mapping[str, int | None] = field(default_factory=dict, hash=False, kw_only=True)
+    resize: Mapping[str, int] = field(default_factory=dict, hash=False, kw_only=True)
 
     __repr__ = without_defaults
 
@@ -93,8 +94,11 @@ class Rename:
             raise ValueError("shared is for records that make an array: give a path, too")
         if self.dtype is not None:
             object.__setattr__(self, "dtype", given_name("dtype", self.dtype))
-        object.__setattr__(self, "sizes", _checked_sizes(self.sizes))
-        object.__setattr__(self, "resize", _checked_resize(self.resize))
+        check_type("sizes", self.sizes, Mapping, "a dict such as {'head_dim': 128}")
+        check_type("resize", self.resize, Mapping, "a dict such as {'vocab': 128256}")
+        for keyword, values in (("sizes", self.sizes), ("resize", self.resize)):
+            checked = {axis: _checked_size(keyword, axis, size) for axis, size in values.items()}
+            object.__setattr__(self, keyword, checked)
         if _REGEX.search(self.name):
             raise ValueError(
                 f"name {self.name!r} is a regex, and must be a template of the whole name, such as "
@@ -108,7 +112,7 @@ class Rename:
         path = template("path", self.path)
         dims = Arrangement((), ()) if self.dims is None else arrangement(self.dims)
         _check_fields(self, name, path, dims)
-        _check_axes(self, name, dims)
+        _check_axes(self, name, path, dims)
 
 
 class Field(NamedTuple):
@@ -122,7 +126,7 @@ class Field(NamedTuple):
 
 
 class Template:
-    """A name with fields.
+    """A name with fields, which can be read in one way alone.
 
     Attributes:
         fields: Its fields by their names.
@@ -137,66 +141,41 @@ class Template:
             if token in ("{", "}"):
                 raise ValueError(f"{keyword} {text!r}: {token!r} is alone; write {token * 2}")
             if token in ("{{", "}}") or not token.startswith("{"):
-                piece = token[0] if token in ("{{", "}}") else token
-                before = self._pieces.pop() if self._ends_in_text() else ""
-                self._pieces.append(f"{before}{piece}")
+                self._pieces.append(token[0] if token in ("{{", "}}") else token)
                 continue
             added = _field(keyword, text, token)
             if added.name in self.fields:
                 raise ValueError(f"{keyword} {text!r} has {{{added.name}}} twice")
-            self._check_before(keyword, text, added)
             self.fields[added.name] = added
             self._pieces.append(added)
         texts = "".join(piece for piece in self._pieces if isinstance(piece, str))
         self.separator = next((each for each in "/." if each in texts), "")
         self.start = self._pieces[0] if self._pieces and isinstance(self._pieces[0], str) else ""
-        self._check_many(keyword, text)
+        self._check_parts(keyword, text)
 
-    def _ends_in_text(self) -> bool:
-        return bool(self._pieces) and isinstance(self._pieces[-1], str)
-
-    def _check_before(self, keyword: str, text: str, added: Field) -> None:
-        before = self._pieces[-1] if self._pieces else ""
-        if isinstance(before, Field) and not (before.words or added.words):
-            raise ValueError(
-                f"{keyword} {text!r}: nothing tells where {{{before.name}}} ends and "
-                f"{{{added.name}}} begins"
-            )
-
-    def _check_many(self, keyword: str, text: str) -> None:
-        many = [i for i, piece in enumerate(self._pieces) if isinstance(piece, Field) and piece[2]]
-        if len(many) > 1:
-            raise ValueError(f"{keyword} {text!r} has two fields with a *; one may have it")
-        for at in many:
-            before, after = self._pieces[at - 1 : at], self._pieces[at + 1 : at + 2]
-            if (before and not str(before[0]).endswith(("/", "."))) or (
-                after and not str(after[0]).startswith(("/", "."))
-            ):
+    def _check_parts(self, keyword: str, text: str) -> None:
+        """Check that the fields of each part are told apart, and that a `*` is whole parts."""
+        shown = "".join(
+            piece.replace("{", " ") if isinstance(piece, str) else f"{{{piece.name}}}"
+            for piece in self._pieces
+        )
+        for part in re.split("[./]", shown):
+            fields = [self.fields[name] for name in re.findall(r"\{(\w+)\}", part)]
+            free = [each.name for each in fields if not each.words]
+            if len(free) > 1 or (len(fields) > 1 and any(map(_overlap, fields))):
+                names = " and ".join(f"{{{each.name}}}" for each in fields)
+                raise ValueError(
+                    f"{keyword} {text!r}: nothing tells where {names} begin and end; give them "
+                    "words of which none begins or ends another, as in {part:gate|up}"
+                )
+            if any(each.is_many for each in fields) and not re.fullmatch(r"\{\w+\}", part):
                 raise ValueError(f"{keyword} {text!r}: a field with a * is of whole parts")
+        if sum(each.is_many for each in self.fields.values()) > 1:
+            raise ValueError(f"{keyword} {text!r} has two fields with a *; one may have it")
 
-    def regex(
-        self, words: Mapping[str, tuple[str, ...]], *, is_last: bool = False
-    ) -> re.Pattern[str]:
-        """Return the regex of names, where fields without words of their own have these.
-
-        Of several ways in which the fields make a name it finds the first, or the last.
-        """
-        return re.compile("".join(self._regex_pieces(words, is_last=is_last)), re.DOTALL)
-
-    def _regex_pieces(
-        self, words: Mapping[str, tuple[str, ...]], *, is_last: bool
-    ) -> Iterator[str]:
-        ways = -1 if is_last else 1
-        more = "+?" if is_last else "+"
-        many = r"[^./]|[^./].*?[^./]" if is_last else r"[^./].*[^./]|[^./]"
-        for piece in self._pieces:
-            if isinstance(piece, str):
-                yield re.escape(piece)
-            elif own := piece.words or words.get(piece.name):
-                escaped = [re.escape(word) for word in own[::ways] if word]
-                yield f"(?P<{piece.name}>{'|'.join(escaped)})"
-            else:
-                yield f"(?P<{piece.name}>{many if piece.is_many else f'[^./]{more}'})"
+    def regex(self, words: Mapping[str, tuple[str, ...]]) -> re.Pattern[str]:
+        """Return the regex of names, where fields without words of their own have these."""
+        return re.compile("".join(map(partial(_regex, words), self._pieces)), re.DOTALL)
 
     def filled(self, values: Mapping[str, str]) -> str:
         """Return the name with these texts in the fields."""
@@ -222,7 +201,27 @@ def _field(keyword: str, text: str, token: str) -> Field:
     named = [word for word in words if word]
     if words and (len({*named}) < len(named) or not named):
         raise ValueError(f"{keyword} {text!r}: {token} has a word twice, or none")
+    if any(set("./").intersection(word) for word in words):
+        raise ValueError(f"{keyword} {text!r}: {token} has a word of several parts; write Renames")
     return Field(match["name"], words, match["many"] is not None)
+
+
+def _overlap(field: Field) -> bool:
+    """Say whether a word begins or ends another."""
+    return any(
+        a != b and (b.startswith(a) or b.endswith(a))
+        for a in filter(None, field.words)
+        for b in field.words
+    )
+
+
+def _regex(words: Mapping[str, tuple[str, ...]], piece: str | Field) -> str:
+    if isinstance(piece, str):
+        return re.escape(piece)
+    if own := piece.words or words.get(piece.name):
+        return f"(?P<{piece.name}>{'|'.join(re.escape(word) for word in own if word)})"
+    any_text = r"[^./](?:.*[^./])?" if piece.is_many else "[^./]+"
+    return f"(?P<{piece.name}>{any_text})"
 
 
 def _check_fields(record: Rename, name: Template, path: Template, dims: Arrangement) -> None:
@@ -261,7 +260,7 @@ def _check_fields(record: Rename, name: Template, path: Template, dims: Arrangem
                 )
 
 
-def _check_axes(record: Rename, name: Template, dims: Arrangement) -> None:
+def _check_axes(record: Rename, name: Template, path: Template, dims: Arrangement) -> None:
     if record.dims is None and (record.sizes or record.resize):
         raise ValueError("sizes and resize are for the axes of dims: give dims, too")
     for axis in dims.stacked:
@@ -278,7 +277,6 @@ def _check_axes(record: Rename, name: Template, dims: Arrangement) -> None:
                 f"dims {record.dims!r} stacks along {min(inner)!r}, so it must be the first of its "
                 "dimension"
             )
-    path = template("path", record.path or "")
     for axis in dims.unstacked:
         if axis not in path.fields:
             raise ValueError(
@@ -286,14 +284,20 @@ def _check_axes(record: Rename, name: Template, dims: Arrangement) -> None:
                 f"{{{axis}}}; it is {record.path!r}"
             )
     axes = {axis for groups in dims for group in groups for axis in group}
-    for keyword, values in (("sizes", record.sizes), ("resize", record.resize)):
-        if unknown := values.keys() - axes:
-            raise ValueError(f"{keyword} has {min(unknown)!r}, which is no axis of {record.dims!r}")
-    for axis in record.resize:
-        if (axis,) not in dims.target or axis in dims.stacked:
+    if unknown := record.sizes.keys() - axes:
+        raise ValueError(f"sizes has {min(unknown)!r}, which is no axis of {record.dims!r}")
+    for axis, size in record.resize.items():
+        if (axis,) not in dims.target or axis in dims.stacked or not isinstance(size, int):
             raise ValueError(
-                f"resize has {axis!r}, which is no dimension of the result of {record.dims!r}"
+                f"resize has {axis!r}: {size!r}, which is no dimension of the result of "
+                f"{record.dims!r} with its size"
             )
+
+
+def _checked_size(keyword: str, axis: str, size: Any) -> int | tuple[int, ...]:
+    if not isinstance(size, tuple | list):
+        return integer(f"{keyword}[{axis!r}]", size, 1)
+    return tuple(integer(f"{keyword}[{axis!r}][{i}]", one, 1) for i, one in enumerate(size))
 
 
 class DirectedRename:
@@ -302,21 +306,15 @@ class DirectedRename:
     Attributes:
         rename: The Rename.
         dims: The arrangement in this direction; None if dimensions stay as they are.
-        is_left_out: Whether arrays that it finds are left out.
         is_back: Whether it leads from the tree to the checkpoint.
-        forward: The same record forwards, if it leads back.
         stacked: The axes along which arrays are stacked.
         apart: The axes along which an array is taken apart.
-        has_even_sizes: Whether no axis has a size for each part.
-        forms: By shape, what arrays of it became, where nothing else decides.
+        regions: By shape, into which regions arrays of it are taken apart.
     """
 
-    def __init__(self, rename: Rename, separators: Sequence[str], *, is_back: bool) -> None:
+    def __init__(self, rename: Rename, *, is_back: bool) -> None:
         self.rename, self.is_back = rename, is_back
-        self.forward = DirectedRename(rename, separators, is_back=False) if is_back else None
-        self.forms: dict[Any, Any] = {}
-        self.has_even_sizes = all(isinstance(size, int) for size in rename.sizes.values())
-        self.is_left_out = rename.path is None
+        self.regions: dict[Any, Any] = {}
         name = template("name", rename.name)
         path = name if rename.path is None else template("path", rename.path)
         self._found, self._made = (path, name) if is_back else (name, path)
@@ -328,9 +326,6 @@ class DirectedRename:
         }
         both = {key: found for key, (found, _) in self._words.items() if found}
         self._search = self._found.regex(both).fullmatch
-        self._search_last = self._found.regex(both, is_last=True).fullmatch
-        self._start = self._found.start
-        self._separator = self._made.separator or separators[0 if is_back else 1]
         dims = None if rename.dims is None else arrangement(rename.dims)
         self.dims = Arrangement(*dims[::-1]) if dims is not None and is_back else dims
         self.stacked = tuple(key for key in self._found.fields if key not in self._made.fields)
@@ -338,24 +333,10 @@ class DirectedRename:
 
     def values(self, name: str) -> dict[str, str] | None:
         """Return the texts of the fields; None for a name that it does not find."""
-        if not name.startswith(self._start):
+        if not name.startswith(self._found.start):
             return None
         match = self._search(name)
         return None if match is None else match.groupdict()
-
-    def other_values(self, name: str) -> dict[str, str]:
-        """Return the texts of a name that it finds that differ most from `values`, if any do."""
-        match = self._search_last(name)
-        assert match is not None
-        return match.groupdict()
-
-    def lost_separator(self, values: Mapping[str, str]) -> str:
-        """Return the separator that stands in place of one of which nothing tells; "" if none."""
-        if self.forward is None or self._separator:
-            return ""
-        many = [values[key] for key, each in self._made.fields.items() if each.is_many]
-        placed = self.forward._separator
-        return placed if placed and any(placed in text for text in many) else ""
 
     def words(self, axis: str) -> tuple[str, ...]:
         """Return the words of an axis along which it stacks, or takes apart."""
@@ -383,39 +364,29 @@ class DirectedRename:
             found, made = self._words[key]
             if made and found != made:
                 text = made[found.index(text)]
-            if each.is_many and self._separator:
-                text = re.sub("[./]", self._separator, text)
+            if each.is_many and self._made.separator:
+                text = re.sub("[./]", self._made.separator, text)
             texts[key] = text
         return self._made.filled(texts)
+
+    def lost_separator(self, values: Mapping[str, str]) -> str:
+        """Return the separator of which nothing tells what it was in the name; "" if none."""
+        placed = "" if self._made.separator or not self.is_back else self._found.separator
+        many = [values[key] for key, each in self._made.fields.items() if each.is_many]
+        return placed if placed and any(placed in text for text in many) else ""
 
 
 def forwards(renames: Sequence[Rename]) -> list[DirectedRename]:
     """Return what renames do with the arrays of a checkpoint."""
-    separators = _separators(renames)
-    return [DirectedRename(rename, separators, is_back=False) for rename in renames]
+    return [DirectedRename(rename, is_back=False) for rename in renames]
 
 
 def backwards(renames: Sequence[Rename]) -> list[DirectedRename]:
     """Return what turns arrays of the tree back; an error if something was lost on the way."""
-    separators, records = _separators(renames), []
     for rename in renames:
         if reason := _loss(rename):
             raise ValueError(f"renames: {rename!r} cannot go back: {reason}")
-        if rename.path is not None:
-            records.append(DirectedRename(rename, separators, is_back=True))
-    return records
-
-
-def _separators(renames: Sequence[Rename]) -> list[str]:
-    """Return the separators of names and of paths, as the templates have them."""
-    sides = (
-        [template("name", rename.name) for rename in renames],
-        [template("path", rename.path) for rename in renames if rename.path is not None],
-    )
-    return [
-        next((each for each in "/." if any(one.separator == each for one in side)), "")
-        for side in sides
-    ]
+    return [DirectedRename(rename, is_back=True) for rename in renames if rename.path is not None]
 
 
 def _loss(rename: Rename) -> str:
@@ -440,24 +411,3 @@ def _loss(rename: Rename) -> str:
         f"its parts may be of several sizes; give sizes of {', '.join(joined)}": joined,
     }
     return next((reason for reason, holds in checks.items() if holds), "")
-
-
-def _checked_sizes(sizes: Any) -> dict[str, int | tuple[int, ...]]:
-    check_type("sizes", sizes, Mapping, "a dict such as {'head_dim': 128}")
-    return {
-        axis: tuple(
-            integer(f"sizes[{axis!r}][{i}]", one, 1)
-            for i, one in enumerate(as_tuple(f"sizes[{axis!r}]", size, "integers"))
-        )
-        if isinstance(size, tuple | list)
-        else integer(f"sizes[{axis!r}]", size, 1)
-        for axis, size in sizes.items()
-    }
-
-
-def _checked_resize(sizes: Any) -> dict[str, int | None]:
-    check_type("resize", sizes, Mapping, "a dict such as {'vocab': 128256}, or of None")
-    return {
-        axis: None if size is None else integer(f"resize[{axis!r}]", size, 1)
-        for axis, size in sizes.items()
-    }

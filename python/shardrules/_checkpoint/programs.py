@@ -62,7 +62,7 @@ def _program(
             values = jnp.asarray(source).reshape(form.view)
             if form.region != form.view:
                 values = jax.lax.dynamic_slice(values, list(start), form.region)
-            values, loss = with_loss(form.arranged(jnp, values), dtype)
+            values, loss = with_loss(_cropped(form.arranged(jnp, values), view, at), dtype)
             losses += [] if loss is None else [loss]
             if values.shape == view:
                 result = values
@@ -77,18 +77,18 @@ def _program(
     return jax.jit(make, out_shardings=(sharding, NamedSharding(sharding.mesh, PartitionSpec())))
 
 
+def _cropped(values: Any, view: Shape, at: Shape) -> Any:
+    """Leave out what is beyond the end of the target."""
+    return values[tuple(slice(size - begin) for size, begin in zip(view, at, strict=True))]
+
+
 def made_on_host(target: Target, arrays: Mapping[str, Any]) -> Any:
     """Make the target of numpy arrays."""
-    result = None
-    for form, source, starts, at in (
-        (part.form, arrays[part.source], part.starts, part.at) for part in target.parts
-    ):
+    result = np.zeros(target.view, arrays[target.parts[0].source].dtype)
+    for name, form, starts, at in target.parts:
         region = tuple(map(slice, starts, map(sum, zip(starts, form.region, strict=True))))
-        values = form.arranged(np, np.asarray(source).reshape(form.view)[region])
-        if result is None:
-            result = np.zeros(target.view, values.dtype)
+        values = form.arranged(np, np.asarray(arrays[name]).reshape(form.view)[region])
         result[tuple(map(slice, at, map(sum, zip(at, values.shape, strict=True))))] = values
-    assert result is not None
     return result.reshape(target.shape)
 
 

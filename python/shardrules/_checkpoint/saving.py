@@ -23,7 +23,7 @@ from shardrules._base.io import FileError, path_of
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import with_article
 from shardrules._checkpoint.conversion import dtype_on_devices
-from shardrules._checkpoint.names import A_RENAME, DirectedRename, Rename, backwards
+from shardrules._checkpoint.names import A_RENAME, DirectedRename, Rename, backwards, forwards
 from shardrules._checkpoint.programs import made_of, made_on_host, spread_over
 from shardrules._checkpoint.targets import Problems, Target, targets_of
 from shardrules._place.named_arrays import leaf_paths
@@ -204,7 +204,7 @@ def _arrays_to_write(tree: Any, renames: Sequence[Rename]) -> list[_Array]:
         name: ArraySpec(tuple(leaf.shape), given_name(name, leaf.dtype))
         for name, leaf in live.items()
     }
-    targets = targets_of(specs, records, {}, problems)
+    targets = targets_of(specs, records, problems, forwards(renames))
     for name in targets.left:
         problems.add(
             "left over: no Rename finds it; Rename('{name*}', '{name*}') at the end saves the rest "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, product
 from math import prod
 from typing import Final, NamedTuple
@@ -14,10 +14,11 @@ from shardrules._base.text import counted, near_shown
 from shardrules._checkpoint.layouts import (
     Arrangement,
     Form,
+    Groups,
     Shape,
     form_of,
+    place_in,
     plain_form,
-    stacking_place,
 )
 from shardrules._checkpoint.names import DirectedRename
 from shardrules._plan.files.leaves import ArraySpec
@@ -101,6 +102,15 @@ class _MisfitError(Exception):
     """Problem of one array."""
 
 
+class _Region(NamedTuple):
+    """Part of an array."""
+
+    which: Mapping[str, int]
+    """Which one it is along each axis that takes apart."""
+    form: Form
+    starts: Shape
+
+
 class _Found(NamedTuple):
     """Part whose place in the target is not known yet."""
 
@@ -110,24 +120,26 @@ class _Found(NamedTuple):
     starts: Shape
     stacked: Mapping[str, int]
     """By axis that stacks, the index among the stacked arrays."""
-    groups: tuple[tuple[str, ...], ...]
-    """The dimensions of the target with their axes."""
-    sizes: Mapping[str, int]
+
+    @property
+    def groups(self) -> Groups:
+        """Return the dimensions of the target with their axes, if its record tells them."""
+        return () if self.record is None or self.record.dims is None else self.record.dims.target
 
 
 def targets_of(
     arrays: Mapping[str, ArraySpec],
     records: Sequence[DirectedRename],
-    shapes: Mapping[str, Shape],
     problems: Problems,
+    forward: Sequence[DirectedRename] = (),
 ) -> Targets:
     """Return the arrays of the tree.
 
     Args:
         arrays: The arrays of the checkpoint.
         records: What renames do; in the direction from the tree, arrays and tree change places.
-        shapes: The shapes in the tree by path, as far as they are known.
         problems: Where to note what does not fit.
+        forward: In the direction from the tree: what the renames do in the other.
     """
     if not records:
         plain = {name: _plain(name, array) for name, array in arrays.items()}
@@ -135,11 +147,14 @@ def targets_of(
     records_of, left, useless = _records_of(list(arrays), records)
     found: dict[str, list[_Found]] = defaultdict(list)
     for name in left:
-        found[name].append(_whole(name, arrays[name].shape))
+        shape = arrays[name].shape
+        found[name].append(_Found(name, None, plain_form(shape), (0,) * len(shape), {}))
     for name, of_name in records_of.items():
         for record, values in of_name:
             try:
-                for path, part in _parts(name, arrays[name].shape, record, values, shapes):
+                for path, part in _parts(name, arrays[name].shape, record, values):
+                    if record.is_back:
+                        _check_back(record, values, name, path, forward)
                     found[path].append(part)
             except _MisfitError as error:
                 problems.add(str(error), name)
@@ -148,10 +163,10 @@ def targets_of(
         # An array of the path's own goes before what is shared.
         own = [part for part in parts if part.record is None or not part.record.rename.shared]
         try:
-            targets[path] = _target(own or parts, arrays, shapes.get(path))
+            targets[path] = _target(own or parts, arrays)
             if own and len(own) < len(parts):
                 shared = [part for part in parts if part not in own]
-                doubles.append((path, _target(shared, arrays, shapes.get(path))))
+                doubles.append((path, _target(shared, arrays)))
         except _MisfitError as error:
             problems.add(str(error), path)
     for record in useless:
@@ -165,12 +180,6 @@ def _plain(name: str, array: ArraySpec) -> Target:
     zeros = (0,) * len(array.shape)
     part = Part(name, plain_form(array.shape), zeros, zeros)
     return Target(array.shape, array.dtype, (part,), array.shape)
-
-
-def _whole(name: str, shape: Shape) -> _Found:
-    form, axes = plain_form(shape), [f"dim{i}" for i in range(len(shape))]
-    sizes = dict(zip(axes, shape, strict=True))
-    return _Found(name, None, form, (0,) * len(shape), {}, tuple((axis,) for axis in axes), sizes)
 
 
 def _why_not(record: DirectedRename, found: Mapping[str, Sequence[_Found]]) -> str:
@@ -204,10 +213,11 @@ def _records_of(
             if record.rename.shared:
                 shared[name].append((record, values))
             else:
-                own[name] = None if record.is_left_out else (record, values)
+                own[name] = None if record.rename.path is None else (record, values)
         if hits and not record.rename.shared:
             left = [name for name in left if name not in hits]
-        if not hits and not record.rename.optional and not _finds(record, own):
+        is_late = any(record.values(name) is not None for name in own)
+        if not (hits or record.rename.optional or is_late):
             useless.append(record)
     found: dict[str, list[_Match]] = {
         name: [] if match is None else [match] for name, match in own.items()
@@ -221,111 +231,39 @@ def _records_of(
     return found, left, useless
 
 
-def _finds(record: DirectedRename, names: Iterable[str]) -> bool:
-    return any(record.values(name) is not None for name in names)
-
-
 def _parts(
-    name: str,
-    shape: Shape,
-    record: DirectedRename,
-    values: Mapping[str, str],
-    shapes: Mapping[str, Shape],
+    name: str, shape: Shape, record: DirectedRename, values: Mapping[str, str]
 ) -> Iterator[tuple[str, _Found]]:
     """Yield (path, part) for each part of the array."""
-    dims = record.dims
-    if dims is None:
-        path = record.path(values, {})
-        assert path is not None
-        _check_back(record, name, values, path)
-        yield path, _whole(name, shape)._replace(record=record)
-        return
-    if len(dims.source) != len(shape):
-        raise _MisfitError(
-            f"its shape is {list(shape)}, and the rename that finds it is for {_text(dims)!r}; "
-            "put another rename before it"
-        )
     stacked = {axis: _position(record, axis, values[axis]) for axis in record.stacked}
-    counts = {axis: _count(record, axis, dims, shape) for axis in record.apart}
-    if prod(counts.values()) > _MOST_PARTS:
+    for region in _regions(record, shape, stacked):
+        path = record.path(values, region.which)
+        if path is not None:
+            yield path, _Found(name, record, region.form, region.starts, stacked)
+
+
+def _check_back(
+    record: DirectedRename,
+    values: Mapping[str, str],
+    path: str,
+    name: str,
+    forward: Sequence[DirectedRename],
+) -> None:
+    """Check that what goes back to a name would come to the same path again."""
+    if separator := record.lost_separator(values):
         raise _MisfitError(
-            f"it would be taken apart into {prod(counts.values()):,} arrays; at most "
-            f"{_MOST_PARTS:,} are made"
+            f"the name in {record.rename!r} does not tell what {separator!r} stands for; write it "
+            "there, as in '{first}.{rest*}'"
         )
-    if not counts and (known := record.forms.get(shape)) is not None:
-        # Arrays of one form, such as all experts, of which nothing else is known.
-        path = record.path(values, {})
-        assert path is not None
-        _check_back(record, name, values, path)
-        form, begins, sizes = known
-        yield path, _Found(name, record, form, begins, stacked, dims.target, sizes)
+    finds = ((each, each.values(name)) for each in forward if not each.rename.shared)
+    again, texts = next((each for each in finds if each[1] is not None), (None, None))
+    if record.rename.shared or again is None or texts is None:
         return
-    parts: list[tuple[str | None, dict[str, int], dict[str, int]]] = []
-    for numbers in product(*map(range, counts.values())):
-        part = dict(zip(counts, numbers, strict=True))
-        path = record.path(values, part)
-        in_tree = None if path is None else shapes.get(path)
-        sizes = _sizes(record, {**stacked, **part}, counts, shape, in_tree)
-        parts.append((path, part, sizes))
-    starts = {
-        group[place]: _starts(group, place, shape[dim], counts, parts)
-        for dim, group in enumerate(dims.source)
-        if (place := _place_apart(group, counts)) is not None
-    }
-    for path, part, sizes in parts:
-        if path is None:
-            continue
-        spans = {
-            axis: (starts[axis][i], starts[axis][i + 1], starts[axis][-1])
-            for axis, i in part.items()
-        }
-        kept = _kept(record, dims, shapes.get(path))
-        form, begins = form_of(dims, sizes, kept, spans, shape)
-        _check_back(record, name, values, path)
-        if not counts and path not in shapes and record.has_even_sizes:
-            record.forms[shape] = (form, begins, sizes)
-        yield path, _Found(name, record, form, begins, stacked, dims.target, sizes)
-
-
-def _check_back(record: DirectedRename, name: str, values: Mapping[str, str], made: str) -> None:
-    """Check that what goes back would come to the same path again."""
-    if record.forward is not None:
-        there = record.forward.values(made)
-        part = {axis: _position(record, axis, values[axis]) for axis in record.stacked}
-        if there is None or record.forward.path(there, part) != name:
-            raise _MisfitError(
-                f"it would become {made!r}, which {record.rename!r} does not turn into this path "
-                "again; put something between the fields that tells them apart"
-            )
-        if separator := record.lost_separator(values):
-            raise _MisfitError(
-                f"no name in renames tells what {separator!r} stands for; write it into one, as in "
-                "'{first}.{rest*}'"
-            )
-        first = dict.fromkeys(record.apart, 0)
-        one, *others = (
-            (record.path(texts, first), [texts[axis] for axis in record.stacked])
-            for texts in (values, record.other_values(name))
+    part = {axis: _position(record, axis, values[axis]) for axis in record.stacked}
+    if again.rename is not record.rename or again.path(texts, part) != path:
+        raise _MisfitError(
+            f"it would become {name!r}, which {again.rename!r} does not turn into this path again"
         )
-        if others != [one]:
-            raise _MisfitError(
-                f"it would become {made!r}, and could as well be of {others[0][0]!r}, by "
-                f"{record.rename!r}; put something between the fields that tells them apart"
-            )
-
-
-def _text(dims: Arrangement) -> str:
-    sides = (" ".join(_group_text(group) for group in groups) for groups in dims)
-    return " -> ".join(sides)
-
-
-def _group_text(group: Sequence[str]) -> str:
-    return group[0] if len(group) == 1 else f"({' '.join(group)})" if group else "1"
-
-
-def _place_apart(group: Sequence[str], counts: Mapping[str, int]) -> int | None:
-    """Return where in a dimension the axis is that takes it apart."""
-    return next((at for at, axis in enumerate(group) if axis in counts), None)
 
 
 def _position(record: DirectedRename, axis: str, word: str) -> int:
@@ -339,135 +277,126 @@ def _position(record: DirectedRename, axis: str, word: str) -> int:
     return position
 
 
-def _count(record: DirectedRename, axis: str, dims: Arrangement, shape: Shape) -> int:
-    """Count the parts along an axis that takes the array apart."""
-    words, size = record.words(axis), record.rename.sizes.get(axis)
-    if (axis,) in dims.source:
-        in_shape = shape[dims.source.index((axis,))]
-        if words and len(words) != in_shape:
-            raise _MisfitError(
-                f"its dimension {axis!r} has {counted(in_shape, 'element')}, and {{{axis}}} has "
-                f"{counted(len(words), 'word')}"
-            )
-        return in_shape
-    if words:
-        return len(words)
-    if isinstance(size, int):
-        return size
-    dim, group = next((i, group) for i, group in enumerate(dims.source) if axis in group)
-    others = [record.rename.sizes.get(other) for other in group if other != axis]
-    known = [size for size in others if isinstance(size, int)]
-    if len(known) < len(others) or not prod(known):
-        raise _MisfitError(f"its rename needs words for {{{axis}}}, its size, or all others'")
-    return shape[dim] // prod(known)
+def _regions(record: DirectedRename, shape: Shape, stacked: Mapping[str, int]) -> Sequence[_Region]:
+    """Return the regions of an array, one for each array that it is taken apart into."""
+    if record.dims is None:
+        return (_Region({}, plain_form(shape), (0,) * len(shape)),)
+    is_even = all(isinstance(size, int) for size in record.rename.sizes.values())
+    key = shape, () if is_even else tuple(stacked.values())
+    if key not in record.regions:
+        record.regions[key] = list(_made_regions(record, record.dims, shape, stacked))
+    return record.regions[key]  # type: ignore[no-any-return]
 
 
-def _sizes(
-    record: DirectedRename,
-    positions: Mapping[str, int],
-    counts: Mapping[str, int],
-    shape: Shape,
-    in_tree: Shape | None,
-) -> dict[str, int]:
-    """Return the size of each axis of a part: the array's, the rename's, the tree's, or the rest.
-
-    Args:
-        record: The record, which has dims.
-        positions: By axis that stacks or takes apart, which part this is.
-        counts: By axis that takes apart, the number of parts.
-        shape: The array's shape.
-        in_tree: The shape of the part in the tree, if that is known.
-    """
-    dims = record.dims
-    assert dims is not None
-    of_dims = list(zip(dims.source, shape, strict=True))
-    sizes = {group[0]: size for group, size in of_dims if len(group) == 1}
-    for axis, size in _own_sizes(record, dims, positions):
-        sizes.setdefault(axis, size)
-    if in_tree is not None and len(in_tree) == len(dims.target):
-        for group, size in zip(dims.target, in_tree, strict=True):
-            if len(group) == 1 and group[0] not in record.rename.resize:
-                sizes.setdefault(group[0], size)
-    for group, size in of_dims:
-        place = _place_apart(group, counts)
-        count = 1 if place is None else counts[group[place]]
-        inner = [axis for axis in group if axis not in counts]
-        unknown = [axis for axis in inner if axis not in sizes]
-        if len(unknown) > 1:
-            raise _MisfitError(f"its rename needs the sizes of all but one of {', '.join(inner)}")
-        if unknown and place and unknown[0] in group[:place]:
-            continue  # `_starts` knows the rows
-        in_axes = prod(sizes[axis] for axis in inner if axis in sizes) * count
-        if unknown:
-            sizes[unknown[0]] = size // in_axes if in_axes else 0
-        if (unknown or place is None) and prod(sizes[axis] for axis in inner) * count != size:
-            shown = [f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in group]
-            raise _MisfitError(
-                f"its dimension of {counted(size, 'element')} is not one of "
-                f"{' x '.join(shown) or '1'}"
-            )
-    return {axis: size for axis, size in sizes.items() if axis not in positions}
+def _made_regions(
+    record: DirectedRename, dims: Arrangement, shape: Shape, stacked: Mapping[str, int]
+) -> Iterator[_Region]:
+    if len(dims.source) != len(shape):
+        raise _MisfitError(
+            f"its shape is {list(shape)}, and the rename that finds it has "
+            f"dims={record.rename.dims!r}; put another rename before it"
+        )
+    counts = {axis: _count(record, axis, dims, shape) for axis in record.apart}
+    if prod(counts.values()) > _MOST_PARTS:
+        raise _MisfitError(
+            f"it would be taken apart into {prod(counts.values()):,} arrays; at most "
+            f"{_MOST_PARTS:,} are made"
+        )
+    for numbers in product(*map(range, counts.values())):
+        index = dict(zip(counts, numbers, strict=True))
+        positions = {**stacked, **index}
+        sizes: dict[str, int] = {}
+        for group in (*dims.target, *dims.source):
+            sizes |= _own_sizes(record, group, positions)
+        spans = {}
+        for size, group in zip(shape, dims.source, strict=True):
+            place = place_in(group, counts)
+            span = _measured(record, (size, group, place), sizes, counts, positions)
+            if place is not None:
+                spans[group[place]] = span
+        yield _Region(index, *form_of(dims, sizes, spans, shape))
 
 
 def _own_sizes(
-    record: DirectedRename, dims: Arrangement, positions: Mapping[str, int]
-) -> Iterator[tuple[str, int]]:
-    """Yield (axis, its size in this part) for each size that the rename has."""
-    for group in (*dims.source, *dims.target):
-        position = next((positions[axis] for axis in group if axis in positions), None)
-        for axis in group:
-            size = record.rename.sizes.get(axis)
-            if isinstance(size, int):
-                yield axis, size
-            elif size is not None and position is not None and position < len(size):
-                yield axis, size[position]
-
-
-def _starts(
-    group: tuple[str, ...],
-    place: int,
-    size: int,
-    counts: Mapping[str, int],
-    parts: list[tuple[str | None, dict[str, int], dict[str, int]]],
-) -> list[int]:
-    """Return where each part begins in a dimension of the array, or in each row of it; and the end.
-
-    The number of rows is noted in the sizes of the parts, if it is not there.
-    """
-    axis, outer, inner = group[place], group[:place], group[place + 1 :]
-    of_part = {part[axis]: prod(sizes[name] for name in inner) for _, part, sizes in parts}
-    starts = [0, *accumulate(of_part[i] for i in range(counts[axis]))]
-    row, rows = starts[-1], 1
-    for _, _, sizes in parts:
-        rows = prod(sizes[name] for name in outer if name in sizes)
-        for name in outer:
-            if name not in sizes:
-                sizes[name] = size // (row * rows) if row * rows else 0
-                rows *= sizes[name]
-    if row * rows != size:
-        of_rows = f"in each of {counted(rows, 'row')} " if outer else ""
-        raise _MisfitError(
-            f"its dimension has {counted(size, 'element')}, and its "
-            f"{counted(counts[axis], 'part')} along {axis!r} {of_rows}{row:,}"
-        )
-    return starts
-
-
-def _kept(record: DirectedRename, dims: Arrangement, in_tree: Shape | None) -> dict[str, int]:
-    """Return the sizes of axes that are cut or filled up."""
+    record: DirectedRename, group: Sequence[str], positions: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the sizes of a dimension's axes that the rename says, of the parts at these places."""
+    position = next((positions[axis] for axis in group if axis in positions), -1)
     sizes = {}
-    for axis, size in record.rename.resize.items():
-        if size is None and (in_tree is None or len(in_tree) != len(dims.target)):
-            raise _MisfitError(
-                f"its Rename has resize={{{axis!r}: None}}, and no tree tells the size; give it"
-            )
-        sizes[axis] = size or (in_tree or ())[dims.target.index((axis,))]
+    for axis in group:
+        size = record.rename.sizes.get(axis)
+        if isinstance(size, tuple):
+            size = size[position] if 0 <= position < len(size) else None
+        if size is not None and axis not in positions:
+            sizes[axis] = size
     return sizes
 
 
-def _target(
-    found: Sequence[_Found], arrays: Mapping[str, ArraySpec], in_tree: Shape | None
-) -> Target:
+def _measured(
+    record: DirectedRename,
+    dimension: tuple[int, Sequence[str], int | None],
+    sizes: dict[str, int],
+    counts: Mapping[str, int],
+    positions: Mapping[str, int],
+) -> tuple[int, int, int]:
+    """Return (begin, end, size) of a region in a dimension, or in each row of it.
+
+    The size of the axis that is not known is added to the sizes.
+
+    Args:
+        record: The record.
+        dimension: Its size, its axes, and the place among them of one that takes apart.
+        sizes: Of axes, as far as they are known.
+        counts: Of parts along axes that take apart.
+        positions: Which part it is along these, and along axes that stack.
+    """
+    size, group, place = dimension
+    axis, count = ("", 1) if place is None else (group[place], counts[group[place]])
+    inner, at = group[0 if place is None else place + 1 :], positions.get(axis, 0)
+
+    def width(i: int) -> int:
+        of_part = sizes | _own_sizes(record, group, {**positions, axis: i})
+        return prod(of_part.get(each, 1) for each in inner)
+
+    if any(isinstance(record.rename.sizes.get(each), tuple) for each in inner):
+        bounds = [0, *accumulate(map(width, range(count)))]
+        begin, end, row = bounds[at], bounds[at + 1], bounds[-1]
+    else:
+        begin, end, row = at * width(at), (at + 1) * width(at), count * width(at)
+    unknown = [each for each in group if each not in sizes and each != axis]
+    if len(unknown) > 1:
+        raise _MisfitError(f"its rename needs the sizes of all but one of {', '.join(group)}")
+    in_row = row * prod(sizes.get(each, 1) for each in group[: place or 0])
+    rest = size // in_row if unknown and in_row else 1
+    if in_row * rest != size:
+        said = {**record.rename.sizes, **counts}
+        shown = [f"{each}={said[each]}" if each in said else each for each in group]
+        raise _MisfitError(
+            f"its dimension of {counted(size, 'element')} is not one of {' x '.join(shown) or '1'}"
+        )
+    sizes |= dict.fromkeys(unknown, rest)
+    factor = rest if {*unknown} & {*inner} else 1
+    return begin * factor, end * factor, row * factor
+
+
+def _count(record: DirectedRename, axis: str, dims: Arrangement, shape: Shape) -> int:
+    """Count the parts along an axis that takes the array apart."""
+    size, group = next(row for row in zip(shape, dims.source, strict=True) if axis in row[1])
+    if words := record.words(axis):
+        return len(words)
+    said = [record.rename.sizes.get(each) for each in group]
+    if isinstance(own := record.rename.sizes.get(axis), int):
+        return own
+    several = next((len(each) for each in said if isinstance(each, tuple)), None)
+    if several is not None:
+        return several
+    others = [each for each in said if isinstance(each, int)]
+    if len(others) < len(group) - 1:
+        raise _MisfitError(f"its rename needs words for {{{axis}}}, its size, or all others'")
+    return size // prod(others)
+
+
+def _target(found: Sequence[_Found], arrays: Mapping[str, ArraySpec]) -> Target:
     """Put the parts of a target together."""
     first = found[0]
     axes = _stacking_axes(first)
@@ -494,9 +423,8 @@ def _target(
         raise _MisfitError(f"its parts have different shapes: {sorted(map(list, shapes))}")
     (filled,) = shapes
     view = list(filled)
-    if first.record is not None and first.record.dims is not None:
-        for axis, size in _kept(first.record, first.record.dims, in_tree).items():
-            view[first.groups.index((axis,))] = size
+    for axis, size in first.record.rename.resize.items() if first.record else ():
+        view[first.groups.index((axis,))] = size
     parts = tuple(
         Part(
             part.name,
@@ -510,17 +438,18 @@ def _target(
         for part in found
     )
     has_own = first.record is not None and first.record.rename.dtype is not None
-    shape = _merged(view, first)
-    return Target(shape, dtypes[0], parts, tuple(view), has_own, tuple(view) != filled)
+    return Target(
+        _merged(view, first), dtypes[0], parts, tuple(view), has_own, tuple(view) != filled
+    )
 
 
 def _merged(view: Sequence[int], part: _Found) -> Shape:
     """Return the shape of which this is the view."""
     sizes, shape = iter(view), []
     for group in part.groups:
-        rows = next(sizes) if stacking_place(group, [], part.sizes) else 1
+        rows = next(sizes) if place_in(group, part.stacked) else 1
         shape.append(rows * next(sizes))
-    return tuple(shape)
+    return (*shape, *sizes)
 
 
 def _stacking_axes(part: _Found) -> dict[int, str]:
@@ -528,7 +457,7 @@ def _stacking_axes(part: _Found) -> dict[int, str]:
     axes: dict[int, str] = {}
     dim = 0
     for group in part.groups:
-        place = stacking_place(group, [], part.sizes)
+        place = place_in(group, part.stacked)
         dim += bool(place)
         if place is not None:
             axes[dim] = group[place]
@@ -539,15 +468,15 @@ def _stacking_axes(part: _Found) -> dict[int, str]:
 def _dtype(part: _Found, arrays: Mapping[str, ArraySpec]) -> str:
     """Return the record's dtype, or the array's."""
     dtype = arrays[part.name].dtype
-    goal = None if part.record is None else part.record.rename.dtype
-    if goal is None or (part.record is not None and part.record.is_back):
+    if part.record is None or part.record.rename.dtype is None or part.record.is_back:
         return dtype
+    goal: str = part.record.rename.dtype
     if not converts(dtype, goal):
         raise _MisfitError(
             f"{part.name!r} is {dtype}, and its Rename has dtype={goal!r}, to which it cannot be "
             "converted; quantise with a library that makes scales"
         )
-    return str(goal)
+    return goal
 
 
 def _stack_starts(dim: int, axis: str, found: Sequence[_Found]) -> list[int]:

@@ -182,7 +182,7 @@ def matched(
     """
     selection = selection or Selection()
     if tree is None:
-        targets = targets_of(arrays, records, {}, problems).by_path
+        targets = targets_of(arrays, records, problems).by_path
         selection.check(list(targets), problems)
         problems.raise_all()
         targets = {path: target for path, target in targets.items() if selection.wants(path)}
@@ -193,11 +193,7 @@ def matched(
         paths = leaf_paths(tree)
         check_distinct(paths, "a leaf finds its array by its path")
         tree_specs = shapes_and_dtypes(tree, paths)
-        shapes = {}
-        for path, (shape, _) in zip(paths, tree_specs, strict=True):
-            for name in (path, _bare(path)):
-                shapes[name] = shapes[name.replace("/", ".")] = shape
-        targets = targets_of(arrays, records, shapes, problems).by_path
+        targets = targets_of(arrays, records, problems).by_path
         selection.check(paths, problems)
         targets = _in_tree(targets, paths, tree_specs, problems, selection)
     unknown = {name for name in {name for _, name in tree_specs} if not _is_known_to_jax(name)}
