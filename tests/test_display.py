@@ -134,7 +134,6 @@ RECORDS: dict[str, Callable[[], Any]] = {
     "DimensionClass": lambda: step().dimensions[0],
     "Work": lambda: step().work[0],
     "ClassChoice": lambda: solution().choices[0],
-    "Alternative": lambda: solution().choices[0].alternatives[0],
     "Activation": lambda: solution().activations[0],
     "Candidate": lambda: solution().candidates[0],
     "StepCost": lambda: solution().candidates[0].predicted,
@@ -198,7 +197,7 @@ def test_a_notebook_shows_a_solution_as_a_table_with_what_others_cost():
     page = trained()._repr_html_()
     assert "<th>choice</th><th>next best</th>" in page
     (batch,) = (row for row in trained().choices if row.role == "batch")
-    assert f"<tr><td>batch 65,536: fsdp</td><td>{batch.alternatives[0]}</td></tr>" in page
+    assert f"<tr><td>batch 65,536: fsdp</td><td>{batch.next_best}</td></tr>" in page
     assert all(str(line) in page for line in trained().activations)
 
 

@@ -28,7 +28,6 @@ from shardrules._program.program import Program as Program
 from shardrules._program.solve.candidates import Candidate as Candidate
 from shardrules._program.solve.candidates import StepCost as StepCost
 from shardrules._program.solve.constraints import Activation as Activation
-from shardrules._program.solve.solution import Alternative as Alternative
 from shardrules._program.solve.solution import ClassChoice as ClassChoice
 from shardrules._program.solve.solution import Solution as Solution
 from shardrules._program.step.step import DimensionClass as DimensionClass

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
@@ -21,41 +20,21 @@ def traced(rows=4096):
     return sr.trace(train, plan, shape(rows, 512))
 
 
-def axes_of(solution, role):
-    return [choice.axes for choice in solution.choices if choice.role == role]
-
-
-def test_a_solution_says_how_parameters_are_stored_and_how_good_any_can_be():
-    axes = {"fsdp": 4, "tp": 2}
-    solution = sr.solve(traced(2**20), axes, hardware="v5p", keep=[("inputs/1", P(("fsdp", "tp")))])
-    assert "none takes less" in str(solution)
-    for stored, text in (
+@pytest.mark.parametrize(
+    ("stored", "text"),
+    [
         ((), "parameters are stored as they are used"),
         (("fsdp", "tp"), "parameters are stored over fsdp,tp and gathered where used"),
-    ):
-        row = sr.types.ClassChoice("stored", 0, (), stored, ())
-        assert text in str(replace(solution, choices=(row,)))
-    ended = sr.solve(traced(64), {"fsdp": 4, "tp": 2}, hardware="v5p", time_limit=0)
-    assert f"at most {ended.gap:.1%} from the best" in str(ended)
+    ],
+)
+def test_a_solution_says_how_parameters_are_stored(stored, text):
+    assert str(sr.types.ClassChoice("stored", 0, (), stored, "")) == text
 
 
 def test_few_rows_leave_the_weights_where_they_are():
     solution = sr.solve(traced(8), {"fsdp": 4, "tp": 2}, hardware="v5p")
     up, down = (solution.plan.kind(name).spec for name in ("up", "down"))
     assert (up, down) == (P(None, ("fsdp", "tp")), P(("fsdp", "tp"), None))
-
-
-def test_what_is_kept_and_forbidden_is():
-    step = traced(2**20)
-    solution = sr.solve(
-        step,
-        {"fsdp": 4, "tp": 2},
-        hardware="v5p",
-        keep=[("inputs/0/up", P("tp"))],
-        forbid=[("batch", "fsdp")],
-    )
-    assert solution.specs["inputs/0/up"] == P("tp")
-    assert axes_of(solution, "batch") == [("tp",)]
 
 
 def layers(params, x):
@@ -81,45 +60,15 @@ def test_what_is_kept_is_so_in_loops_gradients_and_results():
     assert [sent for sent in solution._spread.sent if sent.trips == 1] == []
 
 
-def test_what_does_not_fit_says_by_how_much_and_where_it_does():
+def test_what_does_not_fit_says_by_how_much():
     step = sr.trace(train_layers, STACKS, shape(2**16, 512))
     with pytest.raises(ValueError, match="nothing fits") as error:
         sr.solve(step, {"fsdp": 4}, hardware="v5p", hbm=10**8)
-    text = str(error.value)
-    assert "on each device of fsdp=4" in text
-    larger = int(text.rpartition("fsdp=")[2].partition(":")[0])
-    assert sr.solve(step, {"fsdp": larger}, hardware="v5p", hbm=10**8).memory <= 10**8
-    with pytest.raises(ValueError, match="nothing fits"):
-        sr.solve(step, {"fsdp": larger // 2}, hardware="v5p", hbm=10**8)
-
-
-@pytest.mark.parametrize(
-    ("name", "slices", "larger", "more"),
-    [
-        ("v5p:4x4x4", 1, "v5p:4x4x8", 1),
-        ("v5p:2x2x1", 1, "v5p:2x2x2", 1),
-        ("v5e:8x16", 1, "v5e:16x16", 1),
-        ("v5e:16x16", 1, "v5e:16x16", 2),
-        ("h100:8x16", 1, "h100:8x32", 1),
-    ],
-)
-def test_a_topology_is_doubled_to_one_that_exists(name, slices, larger, more):
-    topology = sr.Topology(name, slices)
-    doubled = topology._doubled()
-    assert doubled == sr.Topology(larger, more)
-    assert doubled.device_count == 2 * topology.device_count
-
-
-def test_a_search_that_ends_without_anything_says_what_is_over(monkeypatch):
-    search = "shardrules._program.solve.search.Search"
-    is_whole = lambda self, assignment: len(assignment) == len(self.space.values)  # noqa: E731
-    monkeypatch.setattr(f"{search}.is_over_memory", is_whole)
-    step = sr.trace(train_layers, STACKS, shape(2**16, 512))
-    with pytest.raises(TimeoutError, match="nothing that fits was found in the time") as error:
-        sr.solve(step, {"fsdp": 4}, hardware="v5p", hbm=10**7, time_limit=0)
     assert re.search(
-        r"needs .* on each device of fsdp=4, .* more than the 10.0 MB", str(error.value)
+        r"needs .* on each device of fsdp=4, .* more than the 100 MB", str(error.value)
     )
+    with pytest.raises(ValueError, match="nothing fits of what was tried"):
+        sr.solve(step, {"fsdp": 4}, hardware="v5p", hbm=10**8, time_limit=0)
 
 
 def test_a_time_limit_gives_the_best_so_far_with_its_gap():
@@ -133,10 +82,10 @@ def test_a_time_limit_gives_the_best_so_far_with_its_gap():
 
 
 def test_an_interrupt_gives_the_best_so_far(monkeypatch):
-    def interrupt(self, node):
+    def interrupt(self, most):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shardrules._program.solve.search.Search._children", interrupt)
+    monkeypatch.setattr("shardrules._program.solve.search.Search.prove", interrupt)
     solution = sr.solve(traced(64), {"fsdp": 4, "tp": 2}, hardware="v5p")
     assert solution.gap > 0
 
@@ -147,7 +96,7 @@ def test_what_is_not_modelled_is_whole_and_named():
         return y @ params["up"]
 
     solution = sr.solve(sr.trace(call, TREE, shape(2**16, 512)), {"fsdp": 4}, hardware="v5p")
-    assert any("pure_callback" in text for text in solution.unconstrained)
+    assert solution.step.unmodelled == ("pure_callback (1 times)",)
     whole = solution._spread.arrays.local
     assert whole
     assert all(not any(solution._spread.target(n)) for n in whole)
@@ -166,25 +115,9 @@ def test_a_step_without_products_and_a_mesh_of_one_device_have_solutions():
     [
         ({"hardware": None}, "hardware: give the devices"),
         ({"keep": ["nowhere"]}, "keep: 'nowhere' is in no path"),
-        ({"forbid": [("batch", "tp")]}, "forbid: an axis"),
         ({"keep": "up"}, "keep is 'up' (a str); it must be a sequence"),
-        ({"keep": [3]}, "keep: 3 (an int) is no pair of"),
+        ({"keep": [("up", P())]}, "keep[0] is ('up', "),
         ({"keep": ["("]}, "is no pattern"),
-        (
-            {"keep": [("up", 3)]},
-            "keep: the spec of inputs/0/up is 3 (an int); it must be a PartitionSpec",
-        ),
-        ({"keep": [("up", P("fsdp", "fsdp"))]}, "keep: inputs/0/up: dim 1: 'fsdp' is used twice"),
-        ({"keep": [("up", P(None, None, "fsdp"))]}, "the spec has 3 entries, the array 2 dim"),
-        ({"keep": [("up", "tp")]}, "keep: inputs/0/up: the mesh has no axis 'tp'"),
-        (
-            {"keep": [("1", P("fsdp"))], "on": {"fsdp": 3}},
-            "keep: inputs/1: dim 0 of size 8 is not divisible by fsdp=3",
-        ),
-        (
-            {"forbid": ["batch"]},
-            "is no pair of (role, mesh axis): write forbid=[(role, mesh axis)]",
-        ),
         ({"time_limit": "long"}, "time_limit"),
         ({"time_limit": float("nan")}, "time_limit"),
         ({"hbm": 0.5}, "hbm is 0.5 (a float); it must be a number of bytes"),
@@ -199,15 +132,23 @@ def test_wrong_arguments_are_named(options, message):
         sr.solve(step, **{"on": {"fsdp": 4}, "hardware": "v5p", **options})
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"fsdp": 3}, "keep: inputs/1: dim 0 of size 8 is not divisible by fsdp=3"),
+        ({"tp": 4}, "keep: inputs/1: the mesh has no axis 'fsdp'"),
+    ],
+)
+def test_what_is_kept_must_be_possible_on_the_mesh(sizes, message):
+    cut = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("fsdp",)), P("fsdp"))
+    step = sr.trace(train, TREE, jax.ShapeDtypeStruct((8, 512), "float32", sharding=cut))
+    with pytest.raises(ValueError, match=message):
+        sr.solve(step, sizes, hardware="v5p", keep=["inputs/1"])
+
+
 def test_a_step_without_arrays_is_refused():
     with pytest.raises(ValueError, match="traced without arrays among its arguments"):
         sr.solve(sr.trace(lambda: 1.0), {"fsdp": 4}, hardware="v5p")
-
-
-def test_a_kept_spec_may_be_the_name_of_an_axis():
-    step = sr.trace(train, TREE, shape(8, 512))
-    solution = sr.solve(step, {"fsdp": 4}, hardware="v5p", keep=[("up", "fsdp")])
-    assert solution.specs["inputs/0/up"] == P("fsdp")
 
 
 def test_what_only_code_by_device_makes_and_reads_is_not_chosen():

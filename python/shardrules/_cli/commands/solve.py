@@ -101,4 +101,4 @@ def constraint_lines(solution: Solution) -> list[str]:
 
 def solver_notes(solution: Solution) -> list[str]:
     """Return what is to be told beside the rules of a solution."""
-    return [f"not constrained: {text}" for text in solution.unconstrained]
+    return [f"not looked into: {text}" for text in solution.step.unmodelled]

@@ -26,7 +26,6 @@ from shardrules._program.solve.constraints import constrained_step, spec_of_cuts
 from shardrules._program.solve.layout import STORED
 from shardrules._program.solve.price import Price, Seconds
 from shardrules._program.step_seconds import kernel_flops
-from shardrules._program.topologies.topology import Topology
 from shardrules._program.work import product_nodes
 
 if TYPE_CHECKING:
@@ -35,9 +34,10 @@ if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
     from shardrules._program.compiler import AskedCompiler
     from shardrules._program.solve.layout import Assignment
-    from shardrules._program.solve.search import Best, Search
+    from shardrules._program.solve.search import Search
     from shardrules._program.solve.spread import Spread
     from shardrules._program.step.step import Step
+    from shardrules._program.topologies.topology import Topology
 
 MOST: Final = 10
 """Layouts that are compiled."""
@@ -107,7 +107,7 @@ class Contender:
     @cached_property
     def memory(self) -> int:
         """Bytes that a device needs by prediction."""
-        return self.search.resident.least(self.assignment)
+        return self.search.resident.bytes(self.assignment)
 
     @cached_property
     def spread(self) -> Spread:
@@ -144,21 +144,22 @@ class Contender:
         return *self.search.space.sizes.values(), *(f"{cost:.{_DIGITS}g}" for cost in costs)
 
 
-def shortlist(best: Best) -> list[Contender]:
+def shortlist(best: Search, searches: Sequence[Search]) -> list[Contender]:
     """List the layouts of least predicted time that may fit, the best first.
 
     FSDP, the layout of the program and the best of each other mesh are tried before those that
     differ from the best in one choice. Of layouts that cost the same there is one, such as those
     along the one or the other of two axes.
     """
-    first = Contender("the best by prediction", best.search, best.assignment)
-    fsdp = [Contender("FSDP", search, search.space.fsdp()) for search in best.searches]
-    own = _own_search(best)
-    others = [*_fastest(_of_meshes(best)), *_fastest(_neighbours(best))]
+    assert best.assignment is not None
+    first = Contender("the best by prediction", best, best.assignment)
+    fsdp = [Contender("FSDP", search, search.space.fsdp()) for search in searches]
+    traced = _search_as_traced(best, searches)
+    others = [*_fastest(_of_meshes(best, searches)), *_fastest(neighbours(first))]
     rows = [
         first,
         *_fastest(fsdp)[:1],
-        Contender("as in the program", own, own.space.traced()),
+        Contender("as in the program", traced, traced.space.traced()),
         *(row for row in others if row.seconds.total <= first.seconds.total * _FAR),
     ]
     found: dict[Any, Contender] = {}
@@ -172,31 +173,30 @@ def _fastest(rows: Iterable[Contender]) -> list[Contender]:
     return sorted(rows, key=lambda row: row.seconds.total)
 
 
-def _own_search(best: Best) -> Search:
+def _search_as_traced(best: Search, searches: Sequence[Search]) -> Search:
     """Return the search on the mesh with which the step was traced, or else on the best one."""
-    mesh = best.search.space.step.mesh
+    mesh = best.space.step.mesh
     sizes = {} if mesh is None else dict(mesh.shape)
-    same = (search for search in best.searches if search.space.machine.sizes == sizes)
-    return next(same, best.search)
+    return next((row for row in searches if row.space.machine.sizes == sizes), best)
 
 
-def _of_meshes(best: Best) -> Iterator[Contender]:
+def _of_meshes(best: Search, searches: Sequence[Search]) -> Iterator[Contender]:
     """Yield the best that is known of each other mesh."""
-    for search in best.searches:
-        if search is not best.search and search.assignment is not None:
+    for search in searches:
+        if search is not best and search.assignment is not None:
             what = f"the best on {mesh_shown(search.space.machine.sizes)}"
             yield Contender(what, search, search.assignment)
 
 
-def _neighbours(best: Best) -> Iterator[Contender]:
-    """Yield the layouts that differ from the best in one choice."""
-    space = best.search.space
+def neighbours(layout: Contender) -> Iterator[Contender]:
+    """Yield the layouts that differ from one in one choice."""
+    space = layout.search.space
     for name, values in space.values.items():
         what = "storage" if name == STORED else space.shown(name)
         for value in values:
-            if value != best.assignment[name]:
+            if value != layout.assignment[name]:
                 text = f"{what}: {','.join(value) or 'whole'}"
-                yield Contender(text, best.search, {**best.assignment, name: value})
+                yield Contender(text, layout.search, {**layout.assignment, name: value})
 
 
 def table_of_candidates(rows: Sequence[Candidate]) -> Table:
@@ -212,20 +212,20 @@ def table_of_candidates(rows: Sequence[Candidate]) -> Table:
     return Table(_COLUMNS, cells)
 
 
-def mesh_to_compile(row: Contender, on: Any) -> Mesh | None:
+def mesh_to_compile(row: Contender, topology: Topology | None) -> Mesh | None:
     """Return the devices for which a child can compile a layout; None if there are none."""
     mesh = as_mesh(row.search.mesh)
     if not has_devices(mesh):
-        if not isinstance(on, Topology):
+        if topology is None:
             return None
-        mesh = on.mesh(dict(mesh.shape))
+        mesh = topology.mesh(dict(mesh.shape))
     return mesh if has_child(mesh) and not axes_of_type(mesh, "Explicit") else None
 
 
-def compiled(rows: Iterable[Contender], on: Any) -> Iterator[Contender]:
+def compiled(rows: Iterable[Contender], topology: Topology | None) -> Iterator[Contender]:
     """Yield the layouts with what the compiler makes of each; two are compiled at once."""
     return results_in_order(
-        rows, lambda row: _asked(row, on), _read, lambda asked: asked.compiler.close()
+        rows, lambda row: _asked(row, topology), _read, lambda asked: asked.compiler.close()
     )
 
 
@@ -237,9 +237,9 @@ class _Asked(NamedTuple):
     compiler: AskedCompiler
 
 
-def _asked(row: Contender, on: Any) -> _Asked:
+def _asked(row: Contender, topology: Topology | None) -> _Asked:
     """Start the compiler of a layout."""
-    mesh, step = mesh_to_compile(row, on), row.search.space.step
+    mesh, step = mesh_to_compile(row, topology), row.search.space.step
     assert mesh is not None
     function = constrained_step(step, row.spread, mesh)
     lowered = lowering_on(mesh, function, _arguments(step, row.spread, mesh)).lowered

@@ -49,11 +49,10 @@ class Seconds(NamedTuple):
 
     @property
     def bounds(self) -> Bounds:
-        """Sums of which the first or the last is the total, and which add up term by term."""
+        """Sums of which the larger is the total, and which add up term by term."""
         compute, memory, meanwhile, alone = self
         busy, shown = compute + memory, 1 - _HIDDEN
-        both = (1 + shown) / 2 * (busy + meanwhile)
-        return busy + shown * meanwhile + alone, both + alone, meanwhile + shown * busy + alone
+        return busy + shown * meanwhile + alone, meanwhile + shown * busy + alone
 
     @property
     def total(self) -> float:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,7 +10,7 @@ from math import inf, prod
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from shardrules._base.arguments import as_tuple, check_real, check_type, memory_bytes
+from shardrules._base.arguments import check_real, check_type, memory_bytes, strings
 from shardrules._base.hardware import as_hardware
 from shardrules._base.rule_specs import RuleSpec, plain_spec
 from shardrules._base.specs import Entries, entries_of, entry_axes, spec_shown, trimmed
@@ -25,7 +24,7 @@ from shardrules._base.text import (
     record,
     seconds_shown,
 )
-from shardrules._place.mesh import as_mesh, context_mesh, has_devices, in_force
+from shardrules._place.mesh import as_mesh, has_devices, in_force
 from shardrules._plan.answers import Column, Section, Table
 from shardrules._plan.findings import Declared
 from shardrules._plan.kinds import axes_named
@@ -49,14 +48,9 @@ from shardrules._program.solve.candidates import (
 )
 from shardrules._program.solve.constraints import Activation, activations, constrained_step
 from shardrules._program.solve.layout import STORED
-from shardrules._program.solve.search import (
-    Best,
-    Task,
-    best_of,
-    has_solver,
-    progress,
-    where_it_fits,
-)
+from shardrules._program.solve.price import Machine
+from shardrules._program.solve.search import Search, best_of, has_solver, progress
+from shardrules._program.solve.space import Space, kept_cuts
 from shardrules._program.step.equations import inputs_of
 from shardrules._program.step.step import Step
 from shardrules._program.topologies.topology import Topology, hardware_on, topology_of
@@ -66,7 +60,6 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
 
     from shardrules._base.hardware import Hardware
-    from shardrules._place.mesh import AnyMesh
     from shardrules._program.program import Program
     from shardrules._program.solve.spread import Spread
     from shardrules._program.step.step import ClassRole
@@ -168,7 +161,7 @@ class Solution:
 
     def _parts(self) -> list[Table | str]:
         """Return what notebooks show: choices, candidates if they were compiled, constraints."""
-        rows = [(str(row), *map(str, row.alternatives[:1] or ("",))) for row in self.choices]
+        rows = [(str(row), row.next_best) for row in self.choices]
         parts: list[Table | str] = [self.summary, Table(_COLUMNS, rows), *self._sent_lines()]
         if self.compiled is not None:
             parts.append(table_of_candidates(self.candidates))
@@ -208,54 +201,32 @@ class Solution:
         """
         return activations(self.step, self._spread)
 
-    @property
-    def unconstrained(self) -> tuple[str, ...]:
-        """What keeps its own specs, or is not looked into: code by device, kernels, by their lines.
-
-        Its arrays stay as the program has them; what is around is sharded for it.
-        """
-        kept = (
-            f"{operation.line}: {operation.name}"
-            for operation, _ in self.step._equations.everything()
-            if operation.name == "shard_map" or (operation.rule is None and not operation.bodies)
-        )
-        return tuple(dict.fromkeys(kept))
-
     @contextmanager
     def constraints(self, mesh: Mesh | None = None) -> Iterator[Callable[..., Any]]:
         """Return a context that gives the step with the constraints in it, jitted.
 
         The step is the traced one, with a constraint at each operation of `activations` and its
         gradient, also inside of `lax.scan`, branches and `jax.checkpoint`: code that cannot be
-        edited stays as it is. Not in what `unconstrained` lists. Values are those of the step, but
-        for the order of sums. In the context the mesh is in force.
+        edited stays as it is. Code in `shard_map` and kernels keep their specs. Values are those of
+        the step, but for the order of sums. In the context the mesh is in force.
 
         Args:
-            mesh: The devices, with the axes of the solution's mesh. Default: the solution's own, or
-                that of the context.
+            mesh: The devices, with the axes of the solution's mesh. Default: the solution's own.
 
         Raises:
             ValueError: There are no devices, the mesh has other axes, or Explicit ones.
         """
-        devices = self._devices(mesh)
+        own = as_mesh(self.mesh)
+        devices: Any = own if mesh is None else mesh
+        if not has_devices(devices) or devices.shape != own.shape:
+            none = "" if has_devices(devices) else " of no devices"
+            raise ValueError(
+                f"mesh: it is {mesh_shown(devices.shape)}{none}, and the solution is for "
+                f"{mesh_shown(own.shape)}: give a mesh of devices, such as "
+                f"jax.make_mesh({tuple(own.shape.values())}, {tuple(own.shape)})"
+            )
         with in_force(devices):
             yield constrained_step(self.step, self._spread, devices)
-
-    def _devices(self, mesh: Mesh | None) -> Mesh:
-        """Return the mesh of devices with the solution's axes."""
-        own = as_mesh(self.mesh)
-        choice: AnyMesh | None = mesh
-        if mesh is None:
-            choice = own if has_devices(own) else context_mesh()
-        what = "of no devices"
-        if choice is not None and has_devices(choice):
-            if choice.shape == own.shape:
-                return choice
-            what = mesh_shown(choice.shape)
-        raise ValueError(
-            f"mesh: it is {what}, and the solution is for {mesh_shown(own.shape)}: give a mesh of "
-            f"devices, such as jax.make_mesh({tuple(own.shape.values())}, {tuple(own.shape)})"
-        )
 
 
 def solve(
@@ -264,8 +235,7 @@ def solve(
     *,
     hardware: Hardware | str | None = None,
     hbm: float | str | None = None,
-    keep: Iterable[Any] = (),
-    forbid: Iterable[Any] = (),
+    keep: Iterable[str] = (),
     time_limit: float | None = None,
 ) -> Solution:
     """Find the sharding of a step that takes least time of those that fit.
@@ -277,10 +247,7 @@ def solve(
         hardware: The devices: a `Hardware` or its name. Default: that of the topology.
         hbm: Bytes of memory of a device. Default: that of the hardware.
         keep: What is not chosen: patterns, searched in paths such as "inputs/0/layers/q", of
-            arguments that keep the spec with which the step was traced; or pairs of a pattern and
-            a spec.
-        forbid: What must not be: pairs of a role, such as "experts", and a mesh axis. Classes
-            without a role have "".
+            arguments that keep the spec with which the step was traced.
         time_limit: Seconds after which the search ends with the best that it has, and its gap; so
             does an interrupt. Default: it ends when nothing can be better.
 
@@ -289,9 +256,7 @@ def solve(
 
     Raises:
         TypeError: There is no hardware, or the step is none.
-        ValueError: Nothing fits; a pattern of `keep` is in no path; or there is no such role or
-            axis.
-        TimeoutError: The search was ended before it had found anything that fits.
+        ValueError: Nothing that fits was found; or a pattern of `keep` is in no path.
 
     Example:
         >>> import jax, shardrules as sr
@@ -305,8 +270,7 @@ def solve(
     check_type("step", step, Step, "a Step, as shardrules.trace gives one")
     if not step._paths:
         raise ValueError(f"{step.name}: it was traced without arrays among its arguments")
-    keep = as_tuple("keep", keep, "patterns, or pairs of a pattern and a spec")
-    forbid = as_tuple("forbid", forbid, "pairs of a role and a mesh axis")
+    keep = strings("keep", keep)
     if time_limit is not None:
         check_real("time_limit", time_limit)
         if not time_limit >= 0:
@@ -329,41 +293,46 @@ def solve(
     hardware = as_hardware("hardware", hardware)
     room = hardware.memory_bytes if hbm is None else memory_bytes("hbm", hbm)
     until = inf if time_limit is None else monotonic() + time_limit
-    task = Task(step, hardware, room, keep, forbid, until)
-    place = on if topology is None else topology
-    best = best_of(task, meshes, place)
-    rows = _compiled(best, place)
+    searches = []
+    for mesh in meshes:
+        machine = Machine(hardware, dict(as_mesh(mesh).shape), topology)
+        space = Space(step, machine, room, kept_cuts(step, keep, machine.sizes))
+        searches.append(Search(space, mesh, until))
+    best, bound = best_of(searches)
+    rows = _compiled(best, searches, topology)
     refused = [row for row in rows if row.needed]
     if rows[0].refusal and refused:  # predictions are so much too low
-        less = task._replace(hbm=round(room * refused[0].memory / refused[0].needed))
-        with suppress(ValueError, TimeoutError):
-            rows += _compiled(best_of(less, meshes, place), place)
+        for search in searches:
+            search.space.hbm = round(room * refused[0].memory / refused[0].needed)
+        with suppress(ValueError):
+            rows += _compiled(best_of(searches)[0], searches, topology)
             rows.sort(key=Contender.rank)
     if rows[0].refusal:
-        raise _refused(task, best, rows, place)
-    return _solution(rows, best.bound, left_out)
+        raise _refused(rows)
+    return _solution(rows, bound, left_out)
 
 
-def _compiled(best: Best, on: Any) -> list[Contender]:
+def _compiled(
+    best: Search, searches: Sequence[Search], topology: Topology | None
+) -> list[Contender]:
     """Return the layouts of the shortlist, the best first; the first alone without a compiler."""
-    entries = shortlist(best)
-    if mesh_to_compile(entries[0], on) is None:
+    entries = shortlist(best, searches)
+    if mesh_to_compile(entries[0], topology) is None:
         return entries[:1]
     rows: list[Contender] = []
     with suppress(KeyboardInterrupt):  # then those count that are known
-        for row in compiled(entries, on):
+        for row in compiled(entries, topology):
             rows.append(row)
             progress(f"layout {len(rows)} of {len(entries)} compiled: {row.what}")
     return sorted(rows, key=Contender.rank) or entries[:1]
 
 
-def _refused(task: Task, best: Best, rows: list[Contender], on: Any) -> ValueError:
+def _refused(rows: list[Contender]) -> ValueError:
     """Return the error that the compiler has no layout that fits."""
     lines = [
-        f"{task.step.name}: nothing fits: the compiler refuses all of the "
+        f"{rows[0].search.space.step.name}: nothing fits: the compiler refuses all of the "
         f"{counted(len(rows), 'layout')} that are predicted to fit and to take least time",
         *(f"  {r.what} on {mesh_shown(r.search.space.machine.sizes)}: {r.refusal}" for r in rows),
-        *where_it_fits(task, best.search, on),
     ]
     return ValueError(printable_lines(lines))
 
@@ -378,31 +347,13 @@ def _solution(
         mesh=mesh,
         plan=plan_of(step, chosen.spread, mesh),
         specs=specs_of(step, chosen.spread),
-        choices=tuple(choices(chosen)),
+        choices=tuple(_choices(chosen)),
         candidates=tuple(row.row for row in rows),
         program=chosen.program,
         bound=bound,
         left_out=left_out,
         _spread=chosen.spread,
     )
-
-
-_ALTERNATIVES: Final = 2
-
-
-@record
-class Alternative(NamedTuple):
-    """Other mesh axes for a class, with what the step is predicted to cost if all else stays."""
-
-    axes: tuple[str, ...]
-    time: float
-    """Seconds of a step."""
-    memory: int
-    """Bytes that a device needs."""
-
-    def __str__(self) -> str:
-        axes = ",".join(self.axes) or "whole"
-        return f"{axes} {seconds_shown(self.time)}, {bytes_shown(self.memory)}"
 
 
 @record
@@ -416,8 +367,8 @@ class ClassChoice(NamedTuple):
     arrays: tuple[tuple[str, int], ...]
     """(path, dimension) of each argument that has them."""
     axes: tuple[str, ...]
-    alternatives: tuple[Alternative, ...]
-    """The next best, the best first; last those that do not fit."""
+    next_best: str
+    """The best other axes, with what a step is predicted to cost if all else stays."""
 
     def __str__(self) -> str:
         axes = ",".join(self.axes)
@@ -428,9 +379,9 @@ class ClassChoice(NamedTuple):
         return f"{self.role or 'no role'} {self.size:,}: {axes or 'whole'}"
 
 
-def choices(chosen: Contender) -> Iterator[ClassChoice]:
+def _choices(layout: Contender) -> Iterator[ClassChoice]:
     """Yield the choice of each variable that arguments have, or that is cut."""
-    space, assignment = chosen.search.space, chosen.assignment
+    space, assignment = layout.search.space, layout.assignment
     step = space.step
     for name in space.values:
         if name == STORED or name in step._places or assignment[name]:
@@ -439,21 +390,20 @@ def choices(chosen: Contender) -> Iterator[ClassChoice]:
                 0 if name == STORED else step._equations.dims.sizes[name],
                 tuple(step._places.get(name, ())),
                 assignment[name],
-                _alternatives(chosen, name),
+                _next_best(layout, name),
             )
 
 
-def _alternatives(chosen: Contender, name: int) -> tuple[Alternative, ...]:
-    """Return the next best values of a variable, those that fit first."""
-    search, assignment = chosen.search, chosen.assignment
-    rows = []
-    for value in search.space.values[name]:
-        if value != assignment[name]:
-            other = {**assignment, name: value}
-            seconds, memory = search.terms.total(other).total, search.resident.least(other)
-            rows.append((memory > search.space.hbm, seconds, Alternative(value, seconds, memory)))
-    rows.sort(key=lambda row: row[:2])
-    return tuple(alternative for *_, alternative in rows[:_ALTERNATIVES])
+def _next_best(layout: Contender, name: int) -> str:
+    """Return the next best value of a variable, one that fits before others, with its costs."""
+    search, rows = layout.search, []
+    for axes in search.space.values[name]:
+        if axes != layout.assignment[name]:
+            changed = {**layout.assignment, name: axes}
+            seconds, memory = search.terms.total(changed).total, search.resident.bytes(changed)
+            text = f"{','.join(axes) or 'whole'} {seconds_shown(seconds)}, {bytes_shown(memory)}"
+            rows.append((memory > search.space.hbm, seconds, text))
+    return min(rows)[-1]
 
 
 _HEADS: Final = frozenset(["heads", "KV heads", "query heads of a KV head"])
@@ -541,22 +491,19 @@ def _reasons(result: Plan, step: Step) -> Iterator[Reason]:
     """Yield a reason for each rule, by the roles that the step gives the first of its leaves."""
     equations, roles = step._equations, step._roles.of
     numbers = dict(zip(step._paths, equations.body.inputs, strict=True))
-    rows_of: dict[int, list[int]] = defaultdict(list)
-    for row, number in enumerate(result.kind_of.tolist()):
-        for rule in result.kinds[number].deciders:
-            rows_of[rule].append(row)
+    kinds = [result.kinds[number] for number in result.kind_of.tolist()]
     for rule, (pattern, _) in enumerate(result.rules):
-        rows = rows_of[rule]
+        rows = [row for row, kind in enumerate(kinds) if rule in kind.deciders]
         dims = []
         for row in rows[:1]:
-            kind = result.kinds[int(result.kind_of[row])]
             value = equations.values[numbers[f"inputs/{step._place}/{result.paths[row]}"]]
-            cuts = () if kind.spec is None else tuple(map(entry_axes, entries_of(kind.spec)))
+            spec = Entries() if kinds[row].spec is None else entries_of(kinds[row].spec)
+            cuts = [*map(entry_axes, spec), *[()] * len(value.shape)]
             for dim, size in enumerate(value.shape):
                 names = [roles.get(c, "") for c in equations.dims.classes(value.dims[dim])]
                 role = " x ".join(filter(None, names)) or "other"
-                dims.append(CutReason(dim, size, role, cuts[dim] if dim < len(cuts) else ()))
-        size = sum(result.kinds[int(result.kind_of[row])].bytes for row in rows)
+                dims.append(CutReason(dim, size, role, cuts[dim]))
+        size = sum(kinds[row].bytes for row in rows)
         folded = tuple(
             part.pattern for part in result.folded if not {*part.rows.tolist()}.isdisjoint(rows)
         )

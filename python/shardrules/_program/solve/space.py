@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import combinations
 from math import prod
 from types import MappingProxyType
@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
-from shardrules._base.arguments import check_choice
 from shardrules._base.correction import Correction
 from shardrules._base.specs import (
-    as_entries,
     entries_of,
     entries_of_cuts,
     entry_axes,
     partition_spec,
 )
-from shardrules._base.text import brief, near_shown, shown
+from shardrules._base.text import brief, near_shown
 from shardrules._plan.planning import plan
 from shardrules._program.solve.layout import STORED, Assignment, Axes, StepArrays
 from shardrules._program.solve.spread import Spread
@@ -45,7 +43,6 @@ class Space:
         machine: The devices of the mesh.
         hbm: Bytes of memory of a device.
         fixed: Cuts of arguments that are not chosen.
-        forbidden: Pairs of a class and an axis that must not cut it.
     """
 
     def __init__(
@@ -53,15 +50,12 @@ class Space:
         step: Step,
         machine: Machine,
         hbm: int,
-        *,
         fixed: Mapping[int, Cuts] = MappingProxyType({}),
-        forbidden: Iterable[tuple[int, str]] = (),
     ) -> None:
         self.step, self.machine, self.hbm = step, machine, hbm
         self.sizes = {axis: size for axis, size in machine.sizes.items() if size > 1}
         self.arrays = StepArrays(step._equations, step._roles, self.sizes)
         self.arrays.fixed = self._facts() | dict(fixed) | self._fixed_like(fixed)
-        forbidden = set(forbidden)
         self.values: dict[int, list[Axes]] = {STORED: list(_subsets(self.sizes))}
         for name in self._large_classes():
             size = step._equations.dims.sizes[name]
@@ -69,7 +63,6 @@ class Space:
                 axes
                 for axes in _subsets(self.sizes)
                 if size % prod(self.sizes[axis] for axis in axes) == 0
-                and not any((name, axis) in forbidden for axis in axes)
             ]
         self.values = {name: values for name, values in self.values.items() if len(values) > 1}
 
@@ -262,12 +255,15 @@ def _sharding_cuts(sharding: Any) -> Cuts | None:
     return None if spec is None else tuple(map(entry_axes, entries_of(spec)))
 
 
-def fixed_cuts(step: Step, keep: Iterable[Any], sizes: Mapping[str, int]) -> dict[int, Cuts]:
-    """Return the cuts of the arguments that `keep` of `solve` names."""
-    given, inputs = argument_cuts(step), step._equations.body.inputs
-    fixed: dict[int, Cuts] = {}
-    for item in keep:
-        pattern, spec = _pair("keep", (item, None) if isinstance(item, str) else item)
+def kept_cuts(step: Step, keep: Iterable[str], sizes: Mapping[str, int]) -> dict[int, Cuts]:
+    """Return the cuts of the arguments that `keep` of `solve` names: those that they have.
+
+    Raises:
+        ValueError: A pattern is none, or is in no path; or a mesh of these axes cannot cut so.
+    """
+    cuts_of, inputs = argument_cuts(step), step._equations.body.inputs
+    kept: dict[int, Cuts] = {}
+    for pattern in keep:
         try:
             rows = [row for row, path in enumerate(step._paths) if re.search(pattern, path)]
         except re.error as error:
@@ -277,42 +273,16 @@ def fixed_cuts(step: Step, keep: Iterable[Any], sizes: Mapping[str, int]) -> dic
                 f"keep: {brief(pattern)} is in no path{near_shown(pattern, step._paths)}"
             )
         for row in rows:
-            kept = entries_of_cuts(given[row] or ()) if spec is None else spec
-            fixed[inputs[row]] = _kept(step, row, kept, sizes)
-    return fixed
-
-
-def _kept(step: Step, row: int, spec: Any, sizes: Mapping[str, int]) -> Cuts:
-    """Return the cuts of an argument that keeps a spec, as `plan` reads it."""
-    path, value = step._paths[row], step._equations.values[step._equations.body.inputs[row]]
-    spec = partition_spec(*as_entries(f"keep: the spec of {path}", spec))
-    leaf = jax.ShapeDtypeStruct(value.shape, value.dtype)
-    kind = plan([leaf], [spec], dict(sizes), correction=_EXACT).kinds[0]
-    lost = [loss.message for loss in kind.losses if loss.axes]
-    if kind.spec is None or lost:
-        raise ValueError(f"keep: {path}: {kind.message or lost[0]}")
-    cuts = [tuple(a for a in entry_axes(e) if sizes[a] > 1) for e in entries_of(kind.spec)]
-    return tuple(cuts + [()] * (len(value.shape) - len(cuts)))
-
-
-def forbidden_pairs(
-    step: Step, forbid: Iterable[Any], sizes: Mapping[str, int]
-) -> Iterator[tuple[int, str]]:
-    """Yield (class, axis) of the pairs that `forbid` of `solve` names."""
-    roles = step._roles.of
-    for item in forbid:
-        role, axis = _pair("forbid", item)
-        check_choice("forbid: a role", role, tuple(dict.fromkeys(["", *roles.values()])))
-        check_choice("forbid: an axis", axis, tuple(sizes))
-        classes = range(len(step._equations.dims.sizes))
-        yield from ((name, axis) for name in classes if roles.get(name, "") == role)
-
-
-def _pair(name: str, item: Any) -> tuple[str, Any]:
-    if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], str):
-        form = {"keep": "(pattern, spec)", "forbid": "(role, mesh axis)"}[name]
-        raise TypeError(f"{name}: {shown(item)} is no pair of {form}: write {name}=[{form}]")
-    return item[0], item[1]
+            value = step._equations.values[inputs[row]]
+            spec = partition_spec(*entries_of_cuts(cuts_of[row] or ()))
+            leaf = jax.ShapeDtypeStruct(value.shape, value.dtype)
+            kind = plan([leaf], [spec], dict(sizes), correction=_EXACT).kinds[0]
+            lost = [loss.message for loss in kind.losses if loss.axes]
+            if kind.spec is None or lost:
+                raise ValueError(f"keep: {step._paths[row]}: {kind.message or lost[0]}")
+            cuts = [tuple(a for a in entry_axes(e) if sizes[a] > 1) for e in entries_of(kind.spec)]
+            kept[inputs[row]] = tuple(cuts + [()] * (len(value.shape) - len(cuts)))
+    return kept
 
 
 def _subsets(axes: Iterable[str]) -> Iterable[Axes]:

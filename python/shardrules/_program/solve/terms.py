@@ -10,22 +10,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardrules._program.solve.price import Price, Seconds, is_apart
 from shardrules._program.solve.spread import Spread
 
 if TYPE_CHECKING:
     from shardrules._program.solve.layout import Axes
-    from shardrules._program.solve.price import Bounds
     from shardrules._program.solve.space import Space
     from shardrules._program.solve.spread import Need
     from shardrules._program.step.equations import Body, Equations, TracedOperation
     from shardrules._program.step.step import Step
-
-_FEW: Final = 8
-"""The most combinations of values of which each is tried for a bound."""
-
 
 _Group = list[tuple["TracedOperation", int]]
 
@@ -77,7 +72,6 @@ class Terms:
             names = {name for place in readers[number] for name in scopes[place]}
             scope = tuple(name for name in space.values if name in names)
             self.terms.append(Term(scope, (), number, tuple(readers[number])))
-        self._least: dict[tuple[Any, ...], Bounds] = {}
         self._of_cuts: dict[tuple[Any, ...], _Local] = {}
         self._moved: dict[tuple[Any, ...], Seconds] = {}
         self._arrays = [
@@ -86,9 +80,6 @@ class Terms:
             )
             for term in self.terms
         ]
-        self._floors = [self._floor(place) for place in range(len(self.terms))]
-        self.largest = sorted(range(len(self.terms)), key=lambda place: -self._floors[place])
-        """Places of terms, those with most work first."""
 
     def _is_free(self, operation: TracedOperation) -> bool:
         """Say whether an operation costs nothing in any layout, as its arrays are cut alike."""
@@ -157,30 +148,12 @@ class Terms:
         seconds = self._price.computing(running).plus(self._price.sending(probe.sent))
         return _Local(seconds, shared)
 
-    def least(self, place: int, assignment: Mapping[int, Axes]) -> Bounds:
-        """Return what a term costs at least if some of its variables have these values."""
-        term = self.terms[place]
-        key = (place, *[assignment.get(name) for name in term.scope])
-        if key not in self._least:
-            missing = [name for name in term.scope if name not in assignment]
-            values = self.space.values
-            if not missing:
-                self._least[key] = self.seconds(place, assignment).bounds
-            elif prod(len(values[name]) for name in missing) <= _FEW:
-                name = missing[0]
-                rows = [self.least(place, {**assignment, name: v}) for v in values[name]]
-                self._least[key] = tuple(map(min, zip(*rows, strict=True)))
-            else:
-                self._least[key] = Seconds(self._floors[place]).bounds
-        return self._least[key]
-
-    def _floor(self, place: int) -> float:
-        """Return the seconds of a term's operations if all devices shared their work."""
-        if not self.terms[place].operations:
-            return 0.0
+    @property
+    def least(self) -> float:
+        """Seconds of the step if all devices shared all work, and sent nothing."""
         whole: dict[int, Axes] = dict.fromkeys(self.space.values, ())
-        compute, memory, *_ = self._local(place, whole).seconds
-        return (compute + memory) / prod(self.space.sizes.values())
+        rows = (self.seconds(place, whole) for place, t in enumerate(self.terms) if t.operations)
+        return sum(row.compute + row.memory for row in rows) / prod(self.space.sizes.values())
 
     def total(self, assignment: Mapping[int, Axes], places: Iterable[int] | None = None) -> Seconds:
         """Return the seconds of some terms if their variables have these values; or of the step."""
@@ -239,7 +212,7 @@ class Resident:
                 groups.setdefault(space.scope_of([number]), Counter())[number] = count
             self.times.append(list(range(len(self.groups), len(self.groups) + len(groups))))
             self.groups += groups.items()
-        self._least: dict[tuple[Any, ...], int] = {}
+        self._bytes: dict[tuple[Any, ...], int] = {}
 
     def _alike(self, numbers: Iterable[int]) -> Counter[int]:
         """Return {an array: how many there are that have its dtype, shape and layout}."""
@@ -251,38 +224,29 @@ class Resident:
             counts[first.setdefault(key, number)] += 1
         return counts
 
-    def least(self, assignment: Mapping[int, Axes]) -> int:
-        """Return the bytes that a device needs at least if some variables have these values."""
+    def bytes(self, assignment: Mapping[int, Axes]) -> int:
+        """Return the bytes that a device needs."""
         return max(sum(self.of(group, assignment) for group in time) for time in self.times)
 
     def of(self, group: int, assignment: Mapping[int, Axes]) -> int:
-        """Return the bytes that a group needs at least."""
+        """Return the bytes of a group."""
         scope, numbers = self.groups[group]
-        key = (group, *[assignment.get(name) for name in scope])
-        if key not in self._least:
+        key = (group, *[assignment[name] for name in scope])
+        if key not in self._bytes:
             rows = numbers.items()
-            self._least[key] = sum(self._array(n, scope, assignment) * count for n, count in rows)
-        return self._least[key]
+            self._bytes[key] = sum(self._array(n, assignment) * count for n, count in rows)
+        return self._bytes[key]
 
     def largest(self, assignment: Mapping[int, Axes]) -> list[tuple[int, int]]:
         """List (bytes, array) of what is alive when most is, the largest first; alike ones once."""
         most = max(self.times, key=lambda time: sum(self.of(group, assignment) for group in time))
-        rows = [
-            (*row, self.groups[group][0]) for group in most for row in self.groups[group][1].items()
-        ]
-        return sorted(
-            ((self._array(n, scope, assignment) * count, n) for n, count, scope in rows),
-            reverse=True,
-        )
+        rows = (row for group in most for row in self.groups[group][1].items())
+        return sorted(((self._array(n, assignment) * count, n) for n, count in rows), reverse=True)
 
-    def _array(self, number: int, scope: tuple[int, ...], assignment: Mapping[int, Axes]) -> int:
-        """Return the bytes that an array needs at least."""
-        arrays, values = self._space.arrays, self._space.values
-        if all(name in assignment for name in scope):
-            return arrays.bytes(number, arrays.cuts(number, assignment))
-        rows = [[assignment[name]] if name in assignment else values[name] for name in scope]
-        axes = {axis for row in rows for value in row for axis in value}
-        return arrays.equations.values[number].bits // 8 // arrays.count(tuple(axes))
+    def _array(self, number: int, assignment: Mapping[int, Axes]) -> int:
+        """Return the bytes of an array on a device."""
+        arrays = self._space.arrays
+        return arrays.bytes(number, arrays.cuts(number, assignment))
 
 
 def _times(step: Step) -> Iterator[list[int]]:

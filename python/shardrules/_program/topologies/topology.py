@@ -207,19 +207,6 @@ class Topology:
             return False
         return True
 
-    def _doubled(self) -> Topology:
-        """Return the topology of twice as many devices: the next slice that exists, or two."""
-        kind = re.split(r"[:-]", self.name, maxsplit=1)[0].lower()
-        shape = list(self.shape)
-        if kind in GPUS:
-            shape[-1] *= 2
-        else:  # the shortest dimension, of those alike the last
-            shape[min(range(len(shape)), key=lambda i: (shape[i], -i))] *= 2
-        try:
-            return Topology(f"{kind}:{'x'.join(map(str, shape))}", self.slices)
-        except ValueError:  # a pod has no more
-            return Topology(self.name, 2 * self.slices)
-
     def links(self, mesh: Mesh) -> dict[str, str]:
         """Say of each axis of a mesh of these devices how its devices are connected.
 

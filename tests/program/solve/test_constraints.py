@@ -163,7 +163,7 @@ def test_shardings_of_the_programs_results_are_replaced():
     held = NamedSharding(mesh, P("fsdp"))
     double = jax.jit(lambda w: 2 * w, out_shardings=held)
     step = sr.trace(jax.jit(lambda w: double(w) + 1, out_shardings=held), shapes((64, 64)), on=mesh)
-    solution = sr.solve(step, {"fsdp": 8}, hardware="v5p", keep=[("", P())])
+    solution = sr.solve(step, {"fsdp": 8}, hardware="v5p", keep=[""])
     w = np.arange(64.0 * 64, dtype="float32").reshape(64, 64)
     with solution.constraints(mesh) as constrained:
         result = constrained(w)
