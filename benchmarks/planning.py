@@ -55,7 +55,7 @@ def _plans() -> Iterator[Row]:
         "plan, then check": lambda: plan().check(),
         "plan, then lock": lambda: plan().lock(),
         "Plan.transfer from fsdp=64 to tp=32": lambda: trainer.transfer(sampler),
-        "Plan.sweep over 10 meshes": lambda: planned.sweep(fixed={"sp": 1}),
+        "Plan.sweep over 10 meshes": lambda: planned.sweep(axes=("fsdp", "tp")),
     }
     identity = partial(jax.tree_util.tree_map, lambda leaf: leaf, tree)
     for name, call in calls.items():

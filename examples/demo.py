@@ -59,7 +59,7 @@ def main() -> None:
     print(before.diff(after))
     print(f"check: {after.check().summary}")
     _title("4. The bytes on each device")
-    sweep = after.sweep(fixed={"sp": 1}, hbm=_HARDWARE.memory_bytes, **_COUNTED)
+    sweep = after.sweep(axes=("fsdp", "tp"), hbm=_HARDWARE.memory_bytes, **_COUNTED)
     print(f"training with Adam: {after.bytes_per_device(**_COUNTED)}")
     print(f"the best meshes of {after.devices} {_HARDWARE.name}:")
     print(sweep[:5])

@@ -265,7 +265,6 @@ OF_STEPS = {
     "a sweep of a slice": (lambda: PLAN.sweep(devices="v5p:8x8"), "'v5p:8x8'", "'v5p:4x4x4'"),
     "devices as text": (lambda: PLAN.sweep(devices="512"), "'512'", "'v5p:8x8x8'"),
     "a misspelt axis to sweep": (lambda: PLAN.sweep(devices=8, axes=["fsdp", "ttp"]), "'ttp'", "did you mean 'tp'"),
-    "a fixed axis": (lambda: PLAN.sweep(devices=8, fixed={"fsdp": 3}), "fsdp=3", "divides 8"),
     "a sweep with another unit": (lambda: PLAN.sweep(devices=8, hbm="95 GBs"), "'95 GBs'", "write it as 96GB"),
 }  # fmt: skip
 

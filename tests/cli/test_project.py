@@ -290,11 +290,11 @@ def test_diff_compares_the_lock_of_each_job(project, monkeypatch):
         ("[jobs.a]\nfunction = 'a:b'", "no job is for check, which needs model"),
         ("[jobs.a]\nmodel = 'm'", "error: a: the following arguments are required: --rules/-r, --mesh/-m"),
         ("[jobs.a]\nmodel = 'm'\nrules='r'\nmesh='tp=2'\nmin-size=-1", "error: a: min-size: -1 is not in the range x>=0"),
-        ("[jobs.a]\nmodel = 'm'\noptimizer = 'adam'", "error: a: optimizer needs --hbm or --host-memory or --budget"),
+        ("[jobs.a]\nmodel = 'm'\noptimizer = 'adam'", "error: a: optimizer needs --hbm or --budget"),
         # What no command of a job reads was ignored, and who wrote it believed that it holds.
         ("[jobs.a]\nmodel = 'm'\nlock = 'step.lock'", "job a: lock is of prove, which needs function"),
         ("lock = 'step.lock'\n[jobs.a]\nmodel = 'm'", "shardrules.toml: lock is of prove, which needs function"),
-        ("[jobs.a]\nmodel = 'm'\nbudget = {peak='1kB'}", "job a: budget: peak is of prove; what is planned is of device or host"),
+        ("[jobs.a]\nmodel = 'm'\nbudget = {peak='1kB'}", "job a: budget: peak is of prove; what is planned is of device"),
         ("[jobs.a]\nfunction = 'a:b'\nbudget = {device='1kB'}", "job a: budget: device is of check, which counts"),
         ("[jobs.a]\nfunction = 'a:b'\nlevel = {dead = 'off'}", "job a: level is of check, which needs model"),
         ("[jobs.", "this is not TOML"),

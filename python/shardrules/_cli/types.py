@@ -70,16 +70,6 @@ def _names(value: str | list[str]) -> tuple[str, ...]:
     return tuple(name.strip() for name in names if name.strip())
 
 
-def _sized_axes(value: str) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return the axes of fsdp,tp,sp=1 without a size, and {axis: size} of the others."""
-    names = _names(value)
-    free = tuple(name for name in names if "=" not in name)
-    if not free:
-        raise ValueError(f"{value!r}: give at least one axis without a size")
-    sized = ",".join(name for name in names if "=" in name)
-    return free, _mesh(sized) if sized else {}
-
-
 def _bytes(value: str | int) -> int:
     return byte_count(str(value))
 
@@ -179,8 +169,7 @@ def did_you_mean(word: str, words: Any) -> str:
 
 
 def _odd_planned(key: str) -> str:
-    is_planned = key in ("device", "host")
-    return "" if is_planned else f"{key} is of prove; what is planned is of device or host"
+    return "" if key == "device" else f"{key} is of prove; what is planned is of device"
 
 
 def _odd_sent(key: str) -> str:
@@ -191,7 +180,6 @@ FILE: Final = click.Path(readable=False)  # whose names shells complete
 FILE.name = "file"
 MESH = Type("mesh", _mesh, str, dict)
 AXES, NAMES = Type("axes", _names, str, list), Type("names", _names, str, list)
-SIZED_AXES = Type("axes", _sized_axes)
 BYTES, MEMORY = Type("bytes", _bytes, str, int), Type("bytes", _memory, str, int)
 TOPOLOGY = Type("topology", _topology)
 SHARE = Type("share", _share)

@@ -16,7 +16,6 @@ from shardrules._plan.findings import CheckKind, Declared, Finding, Level, compi
 from shardrules._plan.fold import Folded, fold, runs_of
 from shardrules._plan.kinds import Kind, axes_named, axes_used, could_cut, is_replicated
 from shardrules._plan.leaves import UNMATCHED, first_rules
-from shardrules._plan.memory import by_class
 from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
@@ -207,8 +206,8 @@ class CheckContext:
     @cached_property
     def _total(self) -> int:
         """Bytes of all leaves for the fullest device, in its memory and the host's."""
-        total = by_class(self.plan)
-        return total.max + total.max_host
+        total = self.plan.bytes_per_device()
+        return total.max + total.host
 
     def is_much(self, count: int) -> bool:
         """Tell if so many bytes on a device are much, beside what it must hold anyway."""

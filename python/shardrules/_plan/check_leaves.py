@@ -26,7 +26,7 @@ from shardrules._plan.fold import Folded, fold
 from shardrules._plan.following import dims_at
 from shardrules._plan.kinds import Kind, axes_named
 from shardrules._plan.leaves import first_rules
-from shardrules._plan.memory import DeviceBytes, Room, by_class
+from shardrules._plan.memory import DeviceBytes
 from shardrules._rules.rules import Rules
 
 _TABLES: Final[Mapping[str, tuple[Companion, ...]]] = {"LORA": LORA, "QUANTIZED": QUANTIZED}
@@ -164,21 +164,20 @@ _MOST_LEAVES: Final = 5
 def too_large(context: CheckContext) -> Iterator[Finding]:
     if context.hbm is None:
         return
-    held_bytes = by_class(context.plan)
+    held_bytes = context.plan.bytes_per_device()
     if held_bytes.max > context.hbm:
         largest = context.folded([not is_on_host(kind.memory_kind) for kind in context.kinds])
-        yield no_room(held_bytes, Room(context.hbm, None), largest)
+        yield no_room(held_bytes, context.hbm, largest)
 
 
-def no_room(needed: DeviceBytes, room: Room, largest: list[Folded]) -> Finding:
+def no_room(needed: DeviceBytes, hbm: int, largest: list[Folded]) -> Finding:
     """Return the error that these bytes do not fit; the leaves have most bytes first."""
-    pairs = ((needed.max, room.hbm), (needed.max_host, room.host))
     return finding(
         "memory",
-        f"{needed}; a device has {room}",
+        f"{needed}; a device has {bytes_shown(hbm)}",
         "cut these by more axes, or take a mesh of more devices: `sweep` compares meshes",
         largest[:_MOST_LEAVES],
-        bytes=max(count - limit for count, limit in pairs if limit is not None),
+        bytes=needed.max - hbm,
     )
 
 

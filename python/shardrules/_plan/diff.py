@@ -20,7 +20,6 @@ from shardrules._plan.align import match_leaves
 from shardrules._plan.answers import Answer
 from shardrules._plan.fold import fold
 from shardrules._plan.kinds import Kind, Spec, dtype_shown, placement_shown, problem_shown
-from shardrules._plan.memory import by_class
 from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
@@ -221,7 +220,7 @@ def plan_diff(before: Plan, after: Plan) -> PlanDiff:
             decided_otherwise += count
     kept = np.flatnonzero(np.isin(group_of, list(changed)))
     folded = fold([paths[row] for row in kept], group_of[kept])
-    device_bytes = by_class(before), by_class(after)
+    device_bytes = before.bytes_per_device(), after.bytes_per_device()
     return PlanDiff(
         (
             Change(each.pattern, len(each.rows), *pair, _moves(pair, before, after))
@@ -231,7 +230,7 @@ def plan_diff(before: Plan, after: Plan) -> PlanDiff:
         mesh=(before.axis_sizes, after.axis_sizes),
         bytes=(device_bytes[0].max, device_bytes[1].max),
         rules=tuple(_rules_changed(before.rules, after.rules, decided_otherwise)),
-        host_bytes=(device_bytes[0].max_host, device_bytes[1].max_host),
+        host_bytes=(device_bytes[0].host, device_bytes[1].host),
     )
 
 

@@ -15,7 +15,6 @@ from shardrules._base.rule_specs import Fsdp, MemoryKind, in_memory
 from shardrules._base.specs import Entries, entries_of, entry_axes, is_unconstrained, spec_shown
 from shardrules._base.text import record
 from shardrules._place.spec_on_mesh import LostAxes, SpecOnMesh
-from shardrules._plan.device_bytes import Held, held_of
 from shardrules._plan.leaves import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, LeafType, Leaves
 from shardrules._rules.matcher import Coverage
 from shardrules._rules.rules import matcher_of
@@ -130,8 +129,6 @@ class Kind(Fit):
     device_bytes: int
     """Bytes of one leaf for the device that holds most of it, in the device's memory or the
     host's."""
-    _held: Held = field(repr=False)
-    """The parts of one leaf that the devices hold."""
 
     @property
     def deciders(self) -> tuple[int, ...]:
@@ -157,8 +154,8 @@ def kind_of(leaf: LeafType, fit: Fit, axis_sizes: Mapping[str, int], **changes: 
     values = {name: getattr(fit, name) for name in _FIT_FIELDS} | changes
     counted = values["spec"] if values["spec"] is not None else values["_counted"]
     # What is not placed is counted as if it were replicated, unless an axis alone is to be dropped.
-    held = held_of(leaf.shape or (), leaf.bits, counted or Entries(), axis_sizes)
-    fullest, losses = held.most, values["losses"]
+    fullest = device_bytes(leaf.shape or (), leaf.bits, counted or Entries(), axis_sizes)
+    losses = values["losses"]
     if losses:
         kept = axes_named(counted)
 
@@ -179,8 +176,19 @@ def kind_of(leaf: LeafType, fit: Fit, axis_sizes: Mapping[str, int], **changes: 
         # Elements of fewer than 8 bits are packed.
         bytes=0 if leaf.shape is None else -(-prod(leaf.shape) * leaf.bits // 8),
         device_bytes=fullest,
-        _held=held,
     )
+
+
+def device_bytes(shape: Sequence[int], bits: int, spec: Spec, axis_sizes: Mapping[str, int]) -> int:
+    """Return the bytes of an array on the device that holds most of it, with so many bits each.
+
+    Where its axes do not divide a dimension, the shards are rounded up, as in XLA: the first
+    devices have full ones, and the last ones less or nothing.
+    """
+    for entry, size in zip(entries_of(spec), shape, strict=False):
+        parts = prod([axis_sizes.get(axis, 1) for axis in entry_axes(entry)])
+        bits *= -(-size // parts)
+    return -(-bits * prod(shape[len(spec) :]) // 8)
 
 
 def decided_shown(kind: Kind) -> str:

@@ -75,7 +75,6 @@ class ByRole(NamedTuple):
     optimizer: npt.NDArray[np.intp]
     state: npt.NDArray[np.intp]
     """The optimizer's state, and averages of the parameters."""
-    activations: npt.NDArray[np.intp]
     gradients: npt.NDArray[np.intp]
     """Leaves with gradients: parameters of real or complex numbers."""
 
@@ -133,9 +132,9 @@ class Leaves:
     def rows_by_role(self) -> ByRole:
         """The rows of each role, by the names in their paths."""
         texts, of_path, _ = self.templates
-        optimizer, state, activations = (names.found_in(texts)[of_path] for names in _ROLE_NAMES)
+        optimizer, state = (names.found_in(texts)[of_path] for names in (_OPTIMIZER, _STATE))
         inexact = np.array([is_inexact(leaf.dtype) for leaf in self.types], bool)[self.kind_of]
-        of_roles = (optimizer, state, activations, inexact & ~state & ~activations)
+        of_roles = (optimizer, state, inexact & ~state)
         return ByRole(*map(np.flatnonzero, of_roles))
 
     @cached_property
@@ -150,16 +149,11 @@ class Leaves:
         return fold(self.paths, self.kind_of, self.templates)
 
     @cached_property
-    def guessed(self) -> dict[str, tuple[str, ...]]:
-        """What names say of bytes: {"optimizer" or "activations": folded paths}."""
-        roles = self.rows_by_role
-        rows = {"optimizer": roles.state, "activations": roles.activations}
-        of_row = {row: name for name, of in rows.items() for row in of.tolist()}
-        paths: dict[str, list[str]] = {}
-        for siblings in self.folded if of_row else ():
-            if (name := of_row.get(int(siblings.rows[0]))) is not None:
-                paths.setdefault(name, []).append(siblings.pattern)
-        return {name: tuple(of) for name, of in paths.items()}
+    def guessed(self) -> tuple[str, ...]:
+        """The folded paths that are of the optimizer's state, or averages, by their names."""
+        rows = set(self.rows_by_role.state.tolist())
+        folded = self.folded if rows else ()
+        return tuple(siblings.pattern for siblings in folded if int(siblings.rows[0]) in rows)
 
 
 _MOST_BITS: Final = 2**63 - 1
@@ -351,6 +345,3 @@ _STATE: Final = _RoleNames(
     f"{_OPTIMIZER.at_top}|_?ema",
     (*_OPTIMIZER.words, "ema"),
 )
-# At the top alone: flax's collection of what modules sow, and ours.
-_ACTIVATIONS: Final = _RoleNames("(?!)", "activations|intermediates", ("activ", "interm"))
-_ROLE_NAMES: Final = (_OPTIMIZER, _STATE, _ACTIVATIONS)

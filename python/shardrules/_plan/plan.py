@@ -37,7 +37,7 @@ from shardrules._plan.findings import NOTHING, CheckKind, Declared, Findings, Le
 from shardrules._plan.fold import Folded
 from shardrules._plan.kinds import DEFAULT_LARGE, Kind, Spec, coverage_of
 from shardrules._plan.leaves import Leaves, decided_by_specs, redecided, survey
-from shardrules._plan.memory import DeviceBytes, Training, room_of
+from shardrules._plan.memory import DeviceBytes, Training, hbm_bytes
 from shardrules._plan.names import axes_said
 from shardrules._plan.report import HasSection, Page, plan_page, plan_text, table_html
 from shardrules._plan.resolve import OnMesh, SizedMesh, put_by_rules, sized_mesh
@@ -397,7 +397,7 @@ class Plan(Decider):
             large=large,
             declared=declared,
             head_dim=size,
-            hbm=room_of(hbm).hbm,
+            hbm=hbm_bytes(hbm),
             levels=levels,
         )
 
@@ -406,41 +406,31 @@ class Plan(Decider):
         *,
         gradients: Any = None,
         optimizer: Self | Iterable[Any] | None = None,
-        optimizer_memory_kind: MemoryKind | None = None,
-        activations: Self | None = None,
     ) -> DeviceBytes:
-        """Count the bytes on each device and in the host's memory, uneven shards included.
+        """Count the bytes on the device that holds most, and in the host's memory.
 
-        `DeviceBytes` says which leaves count as parameters, as the optimizer's or as activations.
+        `DeviceBytes` says which leaves count as parameters, and which as the optimizer's.
 
         Args:
             gradients: The dtype of gradients, which are sharded like the parameters; True for the
                 parameters' own dtypes. Default: none are counted.
             optimizer: The optimizer's state, if it is not in the tree: its plan, or the dtypes of
-                its moments, which have the parameters' shapes and specs. Adam has two.
-            optimizer_memory_kind: The memory of the state that `optimizer` gives, such as
-                "pinned_host". Default: that of its plan, or of the parameters.
-            activations: The plan of the activations that are there at once, if they are not in the
-                tree.
+                its moments, which have the parameters' shapes, specs and memory. Adam has two.
 
         Raises:
-            ValueError: The plan of the optimizer or the activations is for another mesh; a dtype or
-                a memory kind is unknown; or there is a memory kind for no optimizer.
-            TypeError: The optimizer is neither a plan nor dtypes, such as its name; or the
-                activations are no plan.
+            ValueError: The optimizer's plan is for another mesh, or the tree has a state already;
+                or a dtype is unknown.
+            TypeError: The optimizer is neither a plan nor dtypes, such as its name.
 
         Example:
             >>> import jax, shardrules as sr
             >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
             >>> plan = sr.plan(tree, [("w", "tp")], {"dp": 1, "tp": 2})
             >>> adam = ("float32", "float32")
-            >>> plan.bytes_per_device(gradients="float32", optimizer=adam).total
-            array([[448, 448]])
-            >>> print(plan.bytes_per_device(optimizer=adam, optimizer_memory_kind="pinned_host"))
-            64 B on the fullest device: params 64 B; 256 B in the host's memory
+            >>> print(plan.bytes_per_device(gradients="float32", optimizer=adam))
+            448 B on the fullest device: params 64 B, gradients 128 B, optimizer 256 B
         """
-        training = Training(gradients, optimizer, optimizer_memory_kind, activations)
-        return training.bytes_with(self)
+        return Training(gradients, optimizer).bytes_with(self)
 
     def sweep(
         self,
@@ -448,12 +438,9 @@ class Plan(Decider):
         *,
         devices: int | str | Topology | None = None,
         axes: Iterable[str] | None = None,
-        fixed: Mapping[str, int] | None = None,
         hbm: float | str | None = None,
-        host_memory: float | str | None = None,
         gradients: Any = None,
-        optimizer: Iterable[Any] | None = None,
-        optimizer_memory_kind: MemoryKind | None = None,
+        optimizer: Self | Iterable[Any] | None = None,
     ) -> Sweep:
         """Put the leaves and rules on many meshes: bytes per device, and what fits.
 
@@ -463,13 +450,10 @@ class Plan(Decider):
             devices: Devices of these factorizations; or the name of a `Topology`, such as
                 "v5p:8x8x8", for the meshes that JAX builds on it without splitting a dimension of
                 the torus. Default: as many as the plan has.
-            axes: Axes of these factorizations. Default: those of the plan that are not in `fixed`.
-            fixed: Further axes, with the size that each has in all meshes.
+            axes: Axes of these factorizations. Default: those of the plan.
             hbm: Bytes of memory of a device, for `SweepRow.fits`. Default: those of the topology.
-            host_memory: Bytes of the host's memory for each of its devices, for the same.
             gradients: As in `bytes_per_device`.
-            optimizer: The dtypes of the optimizer's moments, as in `bytes_per_device`.
-            optimizer_memory_kind: As in `bytes_per_device`.
+            optimizer: As in `bytes_per_device`; a plan is put on each mesh.
 
         Returns:
             A row for each mesh, those with the fewest problems first, of these what fits, of these
@@ -489,11 +473,10 @@ class Plan(Decider):
         """
         from shardrules._plan import sweep
 
+        training = Training(gradients, optimizer)
         return sweep.sweep_meshes(
-            self, meshes, devices=devices, axes=axes, fixed=fixed, hbm=hbm,
-            host_memory=host_memory, gradients=gradients, optimizer=optimizer,
-            optimizer_memory_kind=optimizer_memory_kind,
-        )  # fmt: skip
+            self, meshes, devices=devices, axes=axes, hbm=hbm_bytes(hbm), training=training
+        )
 
     def diff(self, other: Plan) -> PlanDiff:
         """Compare with another plan: rules, new and missing leaves, other shardings.
@@ -534,11 +517,11 @@ class Plan(Decider):
             >>> trainer = sr.plan(tree, [("w", ("fsdp", "tp"))], {"fsdp": 4, "tp": 1})
             >>> print(moved := trainer.transfer(trainer.on_mesh({"fsdp": 1, "tp": 2})))
             fsdp=4,tp=1 -> fsdp=1,tp=2: 2 devices in both
-            96 B received in all; at most 48 B by a device, at most 32 B sent by one
+            96 B received in all; at most 48 B by a device
             path  leaves  shape   dtype     spec             received  most by a device
             w          1  [8, 8]  bfloat16  P('fsdp', 'tp')      96 B              48 B
-            >>> moved.received, moved.sent.ravel()
-            (array([[48, 48]]), array([16, 16, 32, 32]))
+            >>> moved.received
+            array([[48, 48]])
         """
         from shardrules._plan import transfer
 
@@ -674,10 +657,8 @@ class Plan(Decider):
         sections: Iterable[HasSection] = (),
         title: str = "Sharding plan",
         hbm: float | str | None = None,
-        host_memory: float | str | None = None,
         gradients: Any = None,
         optimizer: Self | Iterable[Any] | None = None,
-        optimizer_memory_kind: MemoryKind | None = None,
     ) -> str:
         """Write the plan as one HTML page that works offline.
 
@@ -690,10 +671,8 @@ class Plan(Decider):
                 mesh; and the time of a proof, `proof.time`.
             title: The page's title, such as the model's name.
             hbm: Bytes of memory of a device: the page says whether the plan fits.
-            host_memory: Bytes of the host's memory for each of its devices, for the same.
             gradients: As in `bytes_per_device`.
             optimizer: As in `bytes_per_device`.
-            optimizer_memory_kind: As in `bytes_per_device`.
 
         Returns:
             The page.
@@ -716,8 +695,7 @@ class Plan(Decider):
         parts = as_tuple("sections", sections, _SECTIONS)
         check_items("sections", parts, HasSection, _SECTIONS)
         check_type("title", title, str, "a string")
-        training = Training(gradients, optimizer, optimizer_memory_kind)
-        page = plan_page(Page(self, training, room_of(hbm, host_memory)), parts, title)
+        page = plan_page(Page(self, Training(gradients, optimizer), hbm_bytes(hbm)), parts, title)
         if path is not None:
             write_text(path, page)
         return page

@@ -34,7 +34,7 @@ from shardrules._plan.kinds import (
     placement_shown,
     problem_shown,
 )
-from shardrules._plan.memory import DeviceBytes, Room, Training, by_class
+from shardrules._plan.memory import DeviceBytes, Training
 from shardrules._rules.patterns import pattern_shown
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ _RULE_COLUMNS: Final = tuple(
 
 def heading(plan: Plan) -> str:
     """Return the plan in a line."""
-    return f"{_scope(plan)}: {by_class(plan)}"
+    return f"{_scope(plan)}: {plan.bytes_per_device()}"
 
 
 def _scope(plan: Plan) -> str:
@@ -101,14 +101,15 @@ def table_html(plan: Plan) -> str:
     """Return the rows with most bytes on each device as an HTML table; names are escaped."""
     rows = sorted(plan.folded, key=lambda row: -len(row.rows) * plan.kinds[row.group].device_bytes)
     mesh = mesh_shown(plan.axis_sizes)
-    caption = f"{counted(len(plan.paths), 'leaf')} on {mesh or 'one device'}: {by_class(plan)}"
+    leaves = counted(len(plan.paths), "leaf")
+    caption = f"{leaves} on {mesh or 'one device'}: {plan.bytes_per_device()}"
     more = "".join(
         f"{line}; Plan.to_html shows all" for line in and_more(len(rows), _MOST_HTML_ROWS, "row")
     )
     return plan_table(plan, rows[:_MOST_HTML_ROWS]).html(caption, more)
 
 
-def plan_json(plan: Plan, memory: DeviceBytes, room: Room) -> str:
+def plan_json(plan: Plan, memory: DeviceBytes, hbm: int | None) -> str:
     """Return the plan as a JSON object, with a row for each folded path."""
     from shardrules._plan.diff import plan_fingerprint
 
@@ -135,11 +136,11 @@ def plan_json(plan: Plan, memory: DeviceBytes, room: Room) -> str:
         "mesh": plan.axis_sizes,
         "leaves": len(plan.paths),
         "bytes": plan.total_bytes,
-        "device_bytes": {"total": memory.max, **memory._fullest()},
+        "device_bytes": {"total": memory.max, **memory._parts()},
         "fingerprint": plan_fingerprint(plan),
         "folded": leaves,
     }
-    if (fits := room.fits(memory)) is not None:
+    if (fits := memory._fits(hbm)) is not None:
         content["fits"] = fits
     return printable_json(content)
 
@@ -150,7 +151,7 @@ class Page:
 
     plan: Plan
     training: Training
-    room: Room
+    hbm: int | None
 
     @cached_property
     def bytes(self) -> DeviceBytes:
@@ -217,8 +218,8 @@ def plan_page(page: Page, sections: Iterable[HasSection], title: str) -> str:
 def _facts(page: Page) -> list[str]:
     """Return the plan, its bytes with what training adds, and whether they fit, as lines."""
     lines = [_scope(page.plan), *str(page.bytes).split("\n")]
-    if (fits := page.room.fits(page.bytes)) is not None:
-        lines.append(f"{'fits' if fits else 'DOES NOT FIT'} into {page.room}")
+    if (fits := page.bytes._fits(page.hbm)) is not None:
+        lines.append(f"{'fits' if fits else 'DOES NOT FIT'} into {bytes_shown(page.hbm or 0)}")
     return lines
 
 

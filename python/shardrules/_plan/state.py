@@ -458,8 +458,8 @@ def leaves_with_gradients(params: Leaves, dtype: Any) -> Leaves:
     rows = params.rows_by_role.gradients
     if params.paths and not len(rows):
         raise ValueError(
-            "no leaf has a gradient: there are integers, booleans, states of an optimizer or "
-            "activations alone; plan the parameters"
+            "no leaf has a gradient: there are integers, booleans or states of an optimizer "
+            "alone; plan the parameters"
         )
     kinds, kind_of = np.unique(params.kind_of[rows], return_inverse=True)
     types = [params.types[kind] for kind in kinds.tolist()]

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._base.arguments import as_tuple, check_type, integer, strings
-from shardrules._base.mesh_sizes import check_bounds, checked_sizes, mesh_shapes
-from shardrules._base.rule_specs import MemoryKind
+from shardrules._base.arguments import check_type, integer, strings
+from shardrules._base.mesh_sizes import check_bounds, mesh_shapes
 from shardrules._base.text import (
     brief,
     bytes_shown,
-    counted,
     mesh_shown,
     nearest,
     printable,
@@ -21,16 +19,7 @@ from shardrules._base.text import (
 )
 from shardrules._plan.answers import Answer, Column, Section, Table
 from shardrules._plan.axis_uses import data_axes_among
-from shardrules._plan.kinds import axes_used
-from shardrules._plan.memory import (
-    DTYPES,
-    DeviceBytes,
-    Room,
-    Training,
-    by_class,
-    guesses_shown,
-    room_of,
-)
+from shardrules._plan.memory import Training, guess_shown
 from shardrules._plan.resolve import sized_mesh
 from shardrules._program.topologies.topology import Topology
 
@@ -39,7 +28,6 @@ if TYPE_CHECKING:
     from shardrules._plan.report import Page
 
 _MOST_MESHES: Final = 10_000
-_SIZES: Final = "a dict of axis sizes"
 # Bytes that differ by less than this part are a tie, and so are those that differ by less than this
 # part of a device's memory: activations take more.
 _TIE: Final = 0.05
@@ -50,7 +38,6 @@ _COLUMNS: Final = (
     Column("replicated", is_right=True, is_optional=True),
     Column("corrections", is_right=True, is_optional=True),
     Column("memory"),
-    Column("largest replicated leaf", is_elided=True),
 )
 
 
@@ -64,17 +51,13 @@ class SweepRow(NamedTuple):
     """Bytes on the device that holds most."""
     replicated: int
     """Of these, bytes of the arrays that no mesh axis cuts."""
-    largest_replicated: str | None
-    """Folded path of the largest leaf that no mesh axis cuts."""
-    largest_replicated_bytes: int
     corrections: int
     """The number of leaves that lose axes of their rule's spec."""
     problems: int
     """The number of leaves that get no spec. They count as replicated; or, where the mesh lacks
     axes of their rule, as if it did not name them."""
     fits: bool | None
-    """Whether the bytes fit into the memory of the device and of its host; None if neither was
-    given."""
+    """Whether the bytes fit into the memory of the device; None if it was not given."""
     host_bytes: int = 0
     """Bytes in the host's memory for the device that has most there."""
 
@@ -82,13 +65,13 @@ class SweepRow(NamedTuple):
 class Sweep(Answer[SweepRow]):
     """A row for each mesh, the best first; `Plan.sweep` says which that is."""
 
-    _guessed: Mapping[str, tuple[str, ...]] = {}
+    _guessed: tuple[str, ...] = ()
     """As `DeviceBytes.guessed`."""
 
     @property
     def notes(self) -> list[str]:
         """Lines with what names alone tell of the bytes."""
-        return [printable(line) for line in guesses_shown(self._guessed)]
+        return [printable(line) for line in guess_shown(self._guessed)]
 
     def _json(self) -> dict[str, Any]:
         return {"notes": self.notes}
@@ -97,16 +80,21 @@ class Sweep(Answer[SweepRow]):
         return [sweep_table(self)]
 
     def _section(self, page: Page) -> Section:
-        mine = page.bytes.max, page.bytes.max_host
+        mine = page.bytes.max, page.bytes.host
+        here = _apart(page.plan.axis_sizes)
         for row in self:
-            if page.plan._is_on(row.mesh) and (row.bytes, row.host_bytes) != mine:
+            if _apart(row.mesh) == here and (row.bytes, row.host_bytes) != mine:
                 raise ValueError(
                     f"the sweep counts {row.bytes:,} bytes on the fullest device of this plan's "
                     f"mesh and {row.host_bytes:,} on the host, the report {mine[0]:,} and "
-                    f"{mine[1]:,}: give both the same gradients=, optimizer= and "
-                    "optimizer_memory_kind="
+                    f"{mine[1]:,}: give both the same gradients= and optimizer="
                 )
         return Section("Meshes", (self,))
+
+
+def _apart(mesh: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return the axes of the mesh that tell devices apart."""
+    return [(axis, size) for axis, size in mesh.items() if size > 1]
 
 
 def sweep_table(rows: Sequence[SweepRow]) -> Table:
@@ -121,7 +109,6 @@ def sweep_table(rows: Sequence[SweepRow]) -> Table:
 
 def _sweep_cells(row: SweepRow) -> tuple[str, ...]:
     host = f" + {bytes_shown(row.host_bytes)} on the host" if row.host_bytes else ""
-    largest = row.largest_replicated
     return (
         printable(mesh_shown(row.mesh)),
         f"{row.devices:,}",
@@ -129,7 +116,6 @@ def _sweep_cells(row: SweepRow) -> tuple[str, ...]:
         bytes_shown(row.replicated),
         f"{row.corrections:,}",
         {None: "", True: "fits", False: "does not fit"}[row.fits],
-        printable(f"{largest}  {bytes_shown(row.largest_replicated_bytes)}") if largest else "-",
     )
 
 
@@ -139,12 +125,8 @@ def sweep_meshes(
     *,
     devices: int | str | Topology | None,
     axes: Iterable[str] | None,
-    fixed: Mapping[str, int] | None,
-    hbm: float | str | None,
-    host_memory: float | str | None,
-    gradients: Any,
-    optimizer: Iterable[Any] | None,
-    optimizer_memory_kind: MemoryKind | None,
+    hbm: int | None,
+    training: Training,
 ) -> Sweep:
     """See `Plan.sweep`."""
     if isinstance(devices, str):
@@ -152,58 +134,39 @@ def sweep_meshes(
             devices = Topology(devices)
         except ValueError as error:
             raise ValueError(f"devices: {error}") from error
+    names = tuple(plan.axis_sizes) if axes is None else strings("axes", axes)
     if isinstance(devices, Topology):
-        if meshes is not None or fixed is not None:
-            name = "fixed" if meshes is None else "meshes"
-            raise ValueError(f"{name}: the meshes are those of the topology, so leave it out")
+        if meshes is not None:
+            raise ValueError("meshes: they are those of the topology, so leave it out")
         hbm = devices.hardware.memory_bytes if hbm is None else hbm
-        meshes = devices.meshes(tuple(plan.axis_sizes) if axes is None else strings("axes", axes))
+        meshes = devices.meshes(names)
     elif meshes is None:
-        meshes = _factorizations(plan, devices, axes, fixed)
+        _check_axes(plan, names)
+        count = plan.devices if devices is None else integer("devices", devices, 1)
+        meshes = factorizations(count, names)
     else:
-        check_type("fixed", fixed, Mapping | None, _SIZES)
         if isinstance(meshes, Mapping):
             raise TypeError(f"meshes is one mesh: write sweep([{brief(meshes)}])")
         check_type("meshes", meshes, Iterable, "a sequence of dicts of axis sizes")
-    room = room_of(hbm, host_memory)
-    moments = None if optimizer is None else as_tuple("optimizer", optimizer, DTYPES)
-    training = Training(gradients, moments, optimizer_memory_kind)
     tried = list(itertools.islice(meshes, _MOST_MESHES + 1))
     if len(tried) > _MOST_MESHES:
         raise ValueError(f"a sweep covers at most {_MOST_MESHES:,} meshes; give fewer axes")
     may_lack = frozenset(axis for mesh in tried if isinstance(mesh, Mapping) for axis in mesh)
     may_lack |= plan.axis_sizes.keys()
-    rows = []
-    guessed: Mapping[str, tuple[str, ...]] = {}
-    for mesh in tried:
-        there = plan._on(sized_mesh(mesh)._replace(may_lack=may_lack))
-        device_bytes = by_class(there, training)
-        whole = by_class(there, training, only_whole=True)
-        rows.append(_sweep_row(there, device_bytes, whole.max, room))
-        guessed = device_bytes.guessed
-    return Sweep(_best_first(rows, _TIE * (room.hbm or 0)), _guessed=guessed)
+    on_meshes = (sized_mesh(mesh)._replace(may_lack=may_lack) for mesh in tried)
+    rows = [_sweep_row(plan._on(mesh), training.on(mesh), hbm) for mesh in on_meshes]
+    return Sweep(_best_first(rows, _TIE * (hbm or 0)), _guessed=plan._leaves.guessed)
 
 
-def _factorizations(
-    plan: Plan,
-    devices: int | None,
-    axes: Iterable[str] | None,
-    fixed: Mapping[str, int] | None,
-) -> Iterator[dict[str, int]]:
-    """Return the meshes of so many devices over axes of the plan, or others."""
-    check_type("fixed", fixed, Mapping | None, _SIZES)
-    sizes = checked_sizes(fixed) if fixed else {}
-    names = tuple(axis for axis in plan.axis_sizes if axis not in sizes)
-    names = names if axes is None else strings("axes", axes)
-    missing = plan.axis_sizes.keys() - {*names, *sizes}
-    for axis in {*names, *sizes} - plan.axis_sizes.keys():
+def _check_axes(plan: Plan, names: tuple[str, ...]) -> None:
+    """Refuse an axis that is a misspelling of one of the plan's, which is not among them."""
+    missing = plan.axis_sizes.keys() - set(names)
+    for axis in set(names) - plan.axis_sizes.keys():
         if meant := nearest(axis, missing):
             raise ValueError(
                 f"the plan's mesh has no axis {axis!r}; did you mean {meant!r}? Its axes are "
                 f"{', '.join(plan.axis_sizes)}"
             )
-    count = plan.devices if devices is None else integer("devices", devices, 1)
-    return factorizations(count, names, sizes)
 
 
 def _best_first(rows: list[SweepRow], margin: float) -> Iterator[SweepRow]:
@@ -237,40 +200,26 @@ def _preference(row: SweepRow) -> tuple[float, ...]:
     return tensor_devices, row.corrections, _held_bytes(row)
 
 
-def factorizations(
-    devices: int, axes: tuple[str, ...], fixed: Mapping[str, int]
-) -> Iterator[dict[str, int]]:
-    """Return all meshes of that many devices with these axes, in order, and then the fixed ones."""
-    names = (*axes, *fixed)
-    if not axes or len(set(names)) < len(names):
-        raise ValueError(f"the axes of a mesh are names, each once, not {names}")
+def factorizations(devices: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
+    """Return all meshes of that many devices with these axes, in order."""
+    if not axes or len(set(axes)) < len(axes):
+        raise ValueError(f"the axes of a mesh are names, each once, not {axes}")
     check_bounds({"devices": devices})
     if devices < 1:
         raise ValueError(f"a mesh has at least 1 device, not {devices}")
-    each, rest = divmod(devices, prod(fixed.values()))
-    if each < 1 or rest:
-        raise ValueError(
-            f"{counted(devices, 'device')} cannot make a mesh with {mesh_shown(fixed) or axes}; "
-            f"give sizes whose product divides {devices}"
-        )
-    shapes = mesh_shapes(each, len(axes))
-    return ({**dict(zip(axes, shape, strict=True)), **fixed} for shape in shapes)
+    return (dict(zip(axes, shape, strict=True)) for shape in mesh_shapes(devices, len(axes)))
 
 
-def _sweep_row(plan: Plan, device_bytes: DeviceBytes, replicated: int, room: Room) -> SweepRow:
-    counted = list(zip(plan.kinds, plan.counts.tolist(), strict=True))
-    is_whole = [not axes_used(kind._counted, plan.axis_sizes) for kind in plan.kinds]
-    folded = [part for part in plan.folded if is_whole[part.group]]
-    largest = max(folded, key=lambda part: plan.kinds[part.group].device_bytes, default=None)
+def _sweep_row(plan: Plan, training: Training, hbm: int | None) -> SweepRow:
+    size = training.bytes_with(plan)
+    leaves = list(zip(plan.kinds, plan.counts.tolist(), strict=True))
     return SweepRow(
         mesh=plan.axis_sizes,
         devices=plan.devices,
-        bytes=device_bytes.max,
-        replicated=replicated,
-        largest_replicated=largest.pattern if largest else None,
-        largest_replicated_bytes=plan.kinds[largest.group].device_bytes if largest else 0,
-        corrections=sum(count for kind, count in counted if kind.losses),
-        problems=sum(count for kind, count in counted if kind.status != "placed"),
-        fits=room.fits(device_bytes),
-        host_bytes=device_bytes.max_host,
+        bytes=size.max,
+        replicated=training.bytes_with(plan, only_whole=True).max,
+        corrections=sum(count for kind, count in leaves if kind.losses),
+        problems=sum(count for kind, count in leaves if kind.status != "placed"),
+        fits=size._fits(hbm),
+        host_bytes=size.host,
     )

@@ -39,7 +39,6 @@ from shardrules._place.constraint import with_sharding_constraint as _with_shard
 from shardrules._place.mesh import AnyMesh, context_mesh, legacy_mesh
 from shardrules._place.shard import gather
 from shardrules._place.shardings import corrected_sharding, correction_losses
-from shardrules._plan.device_bytes import device_bytes
 from shardrules._rules.dialects import EFORMER
 from shardrules._rules.matcher import checked_min_size, logs_moves
 from shardrules._rules.patterns import Pattern
@@ -182,10 +181,14 @@ def analyze_sharding_strategy(
     an AbstractMesh), "balance_score" (their mean divided by their maximum), and "partition_stats"
     (leaves, parameters and bytes by spec).
     """
+    from shardrules._plan.transfer import DevicesOfMesh
+    from shardrules._plan.transfer import elements as elements_of
+
     on_mesh = get_incontext_mesh() if mesh is None else mesh
     axis_sizes = dict(on_mesh.shape)
+    of_mesh = DevicesOfMesh(axis_sizes)
     total = sharded = 0
-    bytes_held = np.zeros(tuple(axis_sizes.values()), np.int64)
+    bytes_held = np.zeros(of_mesh.count, np.int64)
     stats: dict[str, dict[str, int]] = {}
 
     def add(leaf: Any, spec: PartitionSpec) -> None:
@@ -196,19 +199,19 @@ def analyze_sharding_strategy(
         absent = [a for entry in entries_of(spec) for a in entry_axes(entry) if a not in axis_sizes]
         if absent:
             raise KeyError(f"{absent[0]!r} of {spec} is no axis of the mesh {axis_sizes}")
-        bytes_held += device_bytes(leaf.shape, 8 * leaf.dtype.itemsize, spec, axis_sizes)
+        bytes_held += elements_of(of_mesh.shards(leaf.shape, spec)) * leaf.dtype.itemsize
         of_spec = stats.setdefault(str(spec), {"leaves": 0, "parameters": 0, "bytes": 0})
         of_spec["leaves"] += 1
         of_spec["parameters"] += elements
         of_spec["bytes"] += elements * leaf.dtype.itemsize
 
     jax.tree_util.tree_map(add, pytree, partition_specs)
-    devices = on_mesh.devices.ravel() if isinstance(on_mesh, Mesh) else range(bytes_held.size)
+    devices = on_mesh.devices.ravel() if isinstance(on_mesh, Mesh) else range(of_mesh.count)
     return {
         "total_parameters": total,
         "sharded_parameters": sharded,
         "memory_per_device": {
-            str(device): int(n) for device, n in zip(devices, bytes_held.ravel(), strict=True)
+            str(device): int(n) for device, n in zip(devices, bytes_held, strict=True)
         },
         "balance_score": float(bytes_held.mean() / bytes_held.max()) if bytes_held.max() else 1.0,
         "partition_stats": stats,

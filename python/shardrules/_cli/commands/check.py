@@ -27,9 +27,9 @@ _RUNNERS: Final = ("GITHUB_ACTIONS", "TF_BUILD", "TEAMCITY_VERSION")
 @options.of_model_or_lock
 @options.how_to_plan
 @options.of_model_on
-@options.memory("hbm", "host_memory", "budget")
-@option("--budget", type=types.PLANNED_BUDGET, help="Maximum bytes of all that is counted, in a "
-    "device's memory (device=1.2GB) or in the host's (host=64GB); repeatable.")  # fmt: skip
+@options.memory("hbm", "budget")
+@option("--budget", type=types.PLANNED_BUDGET, help="Maximum bytes of all that is counted in a "
+    "device's memory, device=1.2GB.")  # fmt: skip
 @options.fail_on
 @option("--large", type=types.BYTES, default="16MiB",
     help="Minimum bytes per device for a replicated leaf to be a warning.")  # fmt: skip
@@ -83,21 +83,22 @@ def _over(
     plan: Plan, memory: options.ToCount, budget: dict[str, int], level: Any
 ) -> Iterator[Finding]:
     """Yield a finding for the memory, and for the budget, that is less than what is planned."""
+    from shardrules._base.text import bytes_shown
     from shardrules._plan.check_leaves import no_room
-    from shardrules._plan.memory import Room
 
-    room = Room(memory.hbm, memory.host_memory)
-    allowed = Room(budget.get("device"), budget.get("host"))
-    if not any((*room, *allowed)):
+    hbm, allowed = memory.hbm, budget.get("device")
+    if hbm is None and allowed is None:
         return
     needed = plan.bytes_per_device(**memory.training)
     sizes = [plan.kinds[part.group].device_bytes * len(part.rows) for part in plan.folded]
     largest = [plan.folded[place] for place in sorted(range(len(sizes)), key=sizes.__getitem__)]
-    if room.fits(needed) is False and level != "off":
-        yield no_room(needed, room, largest[::-1])._replace(level=level)
-    if allowed.fits(needed) is False:
+    if hbm is not None and needed.max > hbm and level != "off":
+        yield no_room(needed, hbm, largest[::-1])._replace(level=level)
+    if allowed is not None and needed.max > allowed:
         finding = no_room(needed, allowed, largest[::-1])
-        yield finding._replace(kind="budget", message=f"{needed}; the budget is {allowed}")
+        yield finding._replace(
+            kind="budget", message=f"{needed}; the budget is {bytes_shown(allowed)}"
+        )
 
 
 def _fix(

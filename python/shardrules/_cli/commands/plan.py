@@ -28,8 +28,8 @@ def plan(
     format: str, lock: str | None, html: str | None,
 ) -> None:  # fmt: skip
     """Show the spec of every array, and its bytes on each device."""
+    from shardrules._base.text import bytes_shown
     from shardrules._cli import planning, show
-    from shardrules._plan.memory import Room
     from shardrules._plan.report import plan_json
 
     planning.check_targets({"--lock": lock, "--html": html}, (model, *how.rules))
@@ -41,14 +41,14 @@ def plan(
         planned.plan.lock(lock)
     if html and page:
         show.write_report(html, page)
-    room = Room(memory.hbm, memory.host_memory)
     if format == "json":
-        print(plan_json(planned.plan, needed, room))
+        print(plan_json(planned.plan, needed, memory.hbm))
         return
     _print(planned.plan)
     print(needed)
-    if (fits := room.fits(needed)) is not None:
-        print(f"{'fits' if fits else 'DOES NOT FIT'} into {room}")
+    if memory.hbm is not None:
+        fits = needed.max <= memory.hbm
+        print(f"{'fits' if fits else 'DOES NOT FIT'} into {bytes_shown(memory.hbm)}")
 
 
 def _print(plan: Plan) -> None:
@@ -75,11 +75,11 @@ def _page(planned: Planned, memory: options.ToCount) -> str:
 
     plan, rules = planned.plan, planned.rules.rules
     sections: list[Any] = [plan.check(**planned.rules.declared)]
-    counted = {"hbm": memory.hbm, "host_memory": memory.host_memory, **memory.training}
-    fixed = {axis: size for axis, size in plan.axis_sizes.items() if size == 1}
+    counted = {"hbm": memory.hbm, **memory.training}
+    axes = [axis for axis, size in plan.axis_sizes.items() if size > 1]
     with working("trying meshes"):
         if plan.devices > 1:
-            sections.append(plan.sweep(fixed=fixed, **counted)[:_MOST_MESHES])
+            sections.append(plan.sweep(axes=axes, **counted)[:_MOST_MESHES])
         if not isinstance(rules, LogicalRules):
             try:
                 sections.append(suggest(plan, dialect=rules.dialect))

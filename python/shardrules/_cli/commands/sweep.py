@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     "as v5p:8x8x8, with the axes of --axes.")  # fmt: skip
 @options.slices
 @options.devices(help="Compare all meshes of this many devices; of a step by XLA for CPU.")
-@option("--axes", type=types.SIZED_AXES, needs=("on", "devices"),
-    help="Axes of these meshes, such as fsdp,tp; of a model also sp=1, of fixed size.")  # fmt: skip
+@option("--axes", type=types.AXES, needs=("on", "devices"),
+    help="Axes of these meshes, such as fsdp,tp.")  # fmt: skip
 @option("--try", "tries", metavar="CHOICE", type=types.TRIES, excludes=("rules",),
     help="A keyword of the function of a step, and its values, such as batch=256,512,1024 or "
     "remat=true,false; repeatable, and all are tried with all.")  # fmt: skip
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @options.formats("text", "json")
 def sweep(
     *, model: str, how: options.HowToPlan, mesh: tuple[options.Sizes, ...], on: str | None,
-    slices: int, devices: int | None, axes: tuple[tuple[str, ...], options.Sizes] | None,
+    slices: int, devices: int | None, axes: tuple[str, ...],
     tries: dict[str, Any], memory: options.ToCount, most: int, format: str,
 ) -> int:  # fmt: skip
     """Compare meshes: of a model by bytes, or of a step by what the compiler makes of it.
@@ -46,29 +46,25 @@ def sweep(
     from shardrules._program.topologies.topology import Topology
     from shardrules._program.verify.sweep import swept
 
-    if not mesh and axes is None:
+    if not mesh and not axes:
         raise ValueError(
             "give meshes with --mesh; or --devices and --axes for all factorizations, or --on and "
             "--axes for those of a topology"
         )
-    free, fixed = axes or ((), {})
-    if fixed and (on or not how.rules):
-        raise ValueError("--axes: the meshes of --on, and those of a step, have no fixed sizes")
     where: Any = Topology(on, slices) if on else devices
     if not how.rules:
         _check_step(model, how, mesh, memory)
         with process.working("asking the compiler") as show:
             steps = swept(
-                find_object(model), mesh[0] if mesh else where, free or None, tries,
+                find_object(model), mesh[0] if mesh else where, axes or None, tries,
                 hbm=memory.hbm, show=show,
             )  # fmt: skip
         return _print_steps(steps, most, format)
-    first = mesh[0] if mesh else dict.fromkeys(free, 1) | fixed
+    first = mesh[0] if mesh else dict.fromkeys(axes, 1)
     plan = planning.plan_model(model, how, first).plan
     with process.working("trying meshes"):
         rows = plan.sweep(
-            mesh or None, devices=where, axes=free or None, fixed=fixed or None,
-            hbm=memory.hbm, host_memory=memory.host_memory, **memory.training,
+            mesh or None, devices=where, axes=axes or None, hbm=memory.hbm, **memory.training,
         )  # fmt: skip
     if format == "json":
         print(rows.to_json())
@@ -91,11 +87,10 @@ def _check_step(
             f"{function}: a model needs --rules; without them SOURCE is a step, "
             "package.module:function"
         )
-    counted = (memory.gradients, memory.optimizer, memory.host_memory)
-    if any((*how._replace(max_memory=0), *counted)):
+    if any((*how._replace(max_memory=0), memory.gradients, memory.optimizer)):
         raise ValueError(
             "without --rules SOURCE is a step, of which the compiler is asked: leave out what says "
-            "how a model is planned, --gradients, --optimizer and --host-memory"
+            "how a model is planned, --gradients and --optimizer"
         )
     if len(mesh) > 1:
         raise ValueError("--mesh: of a step give one, or --on or --devices for several")

@@ -11,11 +11,11 @@ from shardrules._base.arguments import as_tuple, check_type, integer, strings
 from shardrules._base.mistakes import in_order
 from shardrules._base.rule_specs import plain_spec
 from shardrules._base.specs import Entries, entry_axes
-from shardrules._base.text import brief, mesh_shown
+from shardrules._base.text import brief, bytes_shown, mesh_shown
 from shardrules._plan.axis_uses import AxisUse, uses_of
 from shardrules._plan.findings import Declared
 from shardrules._plan.kinds import axes_named
-from shardrules._plan.memory import Room, room_of
+from shardrules._plan.memory import hbm_bytes
 from shardrules._plan.path_words import projections
 from shardrules._plan.plan import Plan
 from shardrules._plan.planning import plan
@@ -131,7 +131,7 @@ def suggest(
     data_axes = tuple(axis for axis, use in uses.items() if use == "data")
     spared = _spared(result, units, uses)
     declared = Declared(replicated=spared, optional_axes=(), data_axes=data_axes)
-    _check_room(result, room_of(hbm), moments)
+    _check_room(result, hbm_bytes(hbm), moments)
     return Suggestion(result._declaring(declared), tuple(_rule_reasons(rules)), declared)
 
 
@@ -198,13 +198,13 @@ def _default_axes(units: Iterable[Unit]) -> tuple[str, ...]:
     return (*_AXES, "ep") if has_experts else _AXES
 
 
-def _check_room(result: Plan, room: Room, moments: tuple[Any, ...] | None) -> None:
+def _check_room(result: Plan, hbm: int | None, moments: tuple[Any, ...] | None) -> None:
     """Check that parameters, gradients and the optimizer's moments fit."""
     needed = result.bytes_per_device(gradients=True, optimizer=moments)
-    if room.fits(needed) is False:
+    if hbm is not None and needed.max > hbm:
         raise ValueError(
             f"hbm: on {mesh_shown(result.axis_sizes)} there is no room: a device needs {needed}, "
-            f"and has {room}: give more devices, or fewer moments in optimizer"
+            f"and has {bytes_shown(hbm)}: give more devices, or fewer moments in optimizer"
         )
 
 

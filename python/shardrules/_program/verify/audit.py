@@ -33,10 +33,16 @@ from shardrules._place.agreement import DEVICES, Row
 from shardrules._place.memory import memory_apart
 from shardrules._place.mesh import MeshLike, has_devices, processes_of
 from shardrules._place.processes import JointCall
-from shardrules._plan.device_bytes import held_of
 from shardrules._plan.findings import Finding, Findings, Level, VerifyKind
 from shardrules._plan.fold import fold, fold_paths
-from shardrules._plan.kinds import DEFAULT_LARGE, Kind, axes_used, dtype_shown, placement_shown
+from shardrules._plan.kinds import (
+    DEFAULT_LARGE,
+    Kind,
+    axes_used,
+    device_bytes,
+    dtype_shown,
+    placement_shown,
+)
 from shardrules._plan.plan import Plan
 from shardrules._program.jax_names import device_order
 from shardrules._program.verify.checksums import Unlike, has_copies, unlike_copies
@@ -409,7 +415,7 @@ def _bytes_of(live: Live) -> int:
     shape, bits = live.shape or (), bits_of(live.dtype)
     mesh, spec = getattr(live.where, "mesh", None), getattr(live.where, "spec", None)
     if mesh is not None and spec is not None:
-        return held_of(shape, bits, spec, mesh.shape).most
+        return device_bytes(shape, bits, spec, mesh.shape)
     return -(-prod(live.where.shard_shape(shape)) * bits // 8)
 
 

@@ -261,7 +261,7 @@ def _meshes(on: SweptOn, axes: Sequence[str] | None) -> list[AnyMesh]:
         return [on.mesh(sizes) for sizes in on.meshes(names)]
     what = "a Topology such as 'v5p:8x8x8', a number of devices, or one mesh"
     count = integer("on", on, 1, what=what)
-    return [as_mesh(sizes, "on") for sizes in factorizations(count, names, {})]
+    return [as_mesh(sizes, "on") for sizes in factorizations(count, names)]
 
 
 class _AskedRow(NamedTuple):
