@@ -200,7 +200,8 @@ def _default_axes(units: Iterable[Unit]) -> tuple[str, ...]:
 
 def _check_room(result: Plan, hbm: int | None, moments: tuple[Any, ...] | None) -> None:
     """Check that parameters, gradients and the optimizer's moments fit."""
-    needed = result.bytes_per_device(gradients=True, optimizer=moments)
+    has_state = len(result._leaves.rows_by_role.optimizer)
+    needed = result.bytes_per_device(gradients=True, optimizer=None if has_state else moments)
     if hbm is not None and needed.max > hbm:
         raise ValueError(
             f"hbm: on {mesh_shown(result.axis_sizes)} there is no room: a device needs {needed}, "
