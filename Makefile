@@ -180,7 +180,7 @@ test-dist: dist
 	$(IN_CLEAN) -m pip $(INSTALL) --only-binary :all: $(WHEEL) \
 	  $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
 	$(IN_CLEAN) -I "$(CURDIR)/tests/packaging/smoke.py"
-	$(IN_CLEAN) -m pip $(INSTALL) --only-binary :all: "$$(echo $(WHEEL))[cli]"
+	$(IN_CLEAN) -m pip $(INSTALL) --only-binary :all: "$$(echo $(WHEEL))[yaml]"
 	$(IN_CLEAN) -I "$(CURDIR)/tests/packaging/smoke.py"
 	rm -rf $(CLEAN)
 

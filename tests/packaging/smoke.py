@@ -87,7 +87,7 @@ def main() -> None:
     planning()
     with tempfile.TemporaryDirectory() as directory:
         command_line(Path(directory))
-    extras = [name for name in ("rich", "orbax") if find_spec(name)]
+    extras = [name for name in ("yaml", "orbax") if find_spec(name)]
     python = ".".join(map(str, sys.version_info[:3]))
     print(f"smoke: Python {python}, JAX {jax.__version__}, extras of {extras or 'none'}: passed")
 

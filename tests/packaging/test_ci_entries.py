@@ -93,7 +93,7 @@ def test_the_action_is_composite_and_uses_no_other():
 def test_the_action_installs_its_own_sources(job):
     result = run_step(INSTALL, given(**CASE))
     assert result.returncode == 0, result.stderr
-    assert (job / "pip.log").read_text().splitlines()[-1] == f"{ROOT}[cli,yaml]"
+    assert (job / "pip.log").read_text().splitlines()[-1] == f"{ROOT}[yaml]"
 
 
 def test_no_text_advises_to_install_a_name_that_no_index_has():
@@ -106,7 +106,7 @@ def test_no_text_advises_to_install_a_name_that_no_index_has():
     for file in texts:
         joined = re.sub(r'"\s*\n\s*f?"', "", file.read_text(encoding="utf-8"))
         advised |= set(re.findall(r"pip install (?:-\S+ |--\S+ )*['\"]?([\w.$/-]+)", joined))
-    assert {"jax", "pyyaml", "rich", ".", "$GITHUB_ACTION_PATH"} <= advised
+    assert {"jax", "pyyaml", ".", "$GITHUB_ACTION_PATH"} <= advised
     assert not [name for name in advised if "shardrules" in name]
 
 
@@ -186,11 +186,11 @@ def test_the_hook_runs_the_command(job, rules, code):
     assert subprocess.run(command, capture_output=True, check=False).returncode == code
 
 
-def test_the_hook_has_what_the_extras_have():
+def test_the_hook_has_what_the_extra_has():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     assert (HOOK["language"], HOOK["id"]) == ("python", "shardrules-check")
-    assert HOOK["additional_dependencies"] == [*extras["cli"], *extras["yaml"]]
+    assert HOOK["additional_dependencies"] == extras["yaml"]
     assert HOOK["entry"].split()[0] in project["scripts"]
 
 

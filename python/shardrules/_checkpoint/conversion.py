@@ -44,11 +44,11 @@ def converted(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any
     with np.errstate(over="ignore", invalid="ignore"):
         result = values.astype(dtype)
     limit = largest(dtype)
-    if not values.size or limit is None or (largest(values.dtype) or np.inf) <= limit:
-        return result
     if not is_inexact(dtype):
-        if int(values.min()) < int(np.iinfo(dtype).min) or int(values.max()) > limit:
+        if values.size and limit is not None and (result != values).any():
             raise LossError(_lost(values, dtype))
+        return result
+    if not values.size or limit is None or (largest(values.dtype) or np.inf) <= limit:
         return result
     # Some finite values are rounded to the largest, and infinite ones stay what they are.
     if bool((np.isfinite(values) & ~np.isfinite(result)).any()):
@@ -59,11 +59,10 @@ def converted(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any
 def _lost(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> str:
     if values.dtype.kind == "c":
         values = np.abs(values)
-    first, last = values.min(), values.max()
-    if is_inexact(dtype):
+    first, last, limit = values.min(), values.max(), largest(dtype)
+    if is_inexact(values.dtype):
         first, last = f"{float(first):.4g}", f"{float(last):.4g}"
-    limit = largest(dtype)
-    end = f"{limit:.4g}" if is_inexact(dtype) else str(limit)
+    end = f"{limit:.4g}" if is_inexact(dtype) else limit
     return f"its values are from {first} to {last}, and the largest of {dtype.name} is {end}"
 
 
@@ -117,9 +116,9 @@ def cast(array: Any, dtype: Any) -> tuple[Any, Any]:
 
 
 def check_kept(losses: Mapping[str, Any]) -> None:
-    """Raise an error for the first path whose array has lost a value."""
+    """Raise an error for the first path whose array has lost a value; None is none."""
     for path, loss in losses.items():
-        if bool(np.asarray(loss.addressable_data(0))):
+        if loss is not None and bool(np.asarray(loss.addressable_data(0))):
             raise ValueError(
                 f"{path}: a finite value would become infinite, or an integer another one; give "
                 "the array a dtype that has them, alone with Rename(..., dtype=...)"

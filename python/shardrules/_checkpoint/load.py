@@ -6,10 +6,9 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import jax
 from jax import tree_util
@@ -19,7 +18,7 @@ from shardrules._base.arguments import as_tuple, check_items, check_type, intege
 from shardrules._base.dtypes import RANDOM_KEYS, bits_of, given_float, key_dtype
 from shardrules._base.io import FileError
 from shardrules._base.mistakes import in_order
-from shardrules._base.text import printable, shown
+from shardrules._base.text import shown
 from shardrules._checkpoint.conversion import numpy_dtype
 from shardrules._checkpoint.files import Reader
 from shardrules._checkpoint.layouts import plain_form
@@ -61,7 +60,7 @@ def load(
     strict: bool = True,
     only: str | re.Pattern[str] | None = None,
     missing: Any = None,
-    progress: bool | Progress | None = None,
+    progress: Progress | None = None,
     max_bytes_in_flight: int | None = None,
 ) -> Any:
     """Load a checkpoint of safetensors files into sharded arrays.
@@ -90,8 +89,8 @@ def load(
             one: numbers, arrays, and functions of shape and dtype such as `jax.numpy.zeros`. A
             value stands for all leaves below its path, too. The log lists what is made. Default: a
             missing leaf is an error.
-        progress: True for a bar, which needs rich; or a function, which is called with
-            the bytes read so far and those that this process will read. Default: neither.
+        progress: A function that is called with the bytes read so far and those that this process
+            will read. Default: None.
         max_bytes_in_flight: Maximum bytes of the host's memory for what has been read and is not on
             devices yet. Default: 2 GiB, or more if an array's part on one device takes more.
 
@@ -123,7 +122,8 @@ def load(
         ((None, 'tp'), (4, 8))
     """
     check_type("source", source, str | os.PathLike, "the path of a checkpoint")
-    reports = checked_progress(progress)
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress is {shown(progress)}; it must be a function of two numbers")
     with JointCall("load") as call:
         followed = check_items("renames", as_tuple("renames", renames, "Renames"), Rename, A_RENAME)
         wanted_dtype = None if dtype is None else given_float("dtype", dtype)
@@ -166,7 +166,7 @@ def load(
     with JointCall("load", "while it was reading") as call:
         if not is_joint:
             call.alone()
-        read = iter(_read(arrays.name, stored, jobs, most, reports))
+        read = iter(_read(stored, jobs, most, progress))
         kept = leaves if tree is None else tree_util.tree_leaves(tree)
         rows = zip(targets, leaves, kept, shardings, strict=True)
         values = [
@@ -244,19 +244,17 @@ def _samples(arrays: Mapping[str, ArraySpec]) -> list[Row]:
 
 
 def _read(
-    name: str,
     arrays: Mapping[str, ArraySpec],
     jobs: Sequence[Job],
     most_bytes: int,
-    progress: bool | Progress | None,
+    progress: Progress | None,
 ) -> list[Any]:
-    what = printable(f"loading {name}")
-    with reported(progress, what) as report, Reader(arrays) as reader:
-        total = sum(bytes_to_read(job, arrays) for job in jobs) if report else 0
+    total = sum(bytes_to_read(job, arrays) for job in jobs) if progress else 0
+    with Reader(arrays) as reader:
 
         def done() -> None:
-            if report is not None:
-                report(reader.bytes_read, total)
+            if progress is not None:
+                progress(reader.bytes_read, total)
 
         return fill(jobs, reader, most_bytes, done)
 
@@ -276,41 +274,3 @@ def _check_dtypes(arrays: Arrays, problems: Problems) -> None:
                 "byte, and unpack it in a jit of your own",
                 name,
             )
-
-
-def checked_progress(progress: object) -> bool | Progress | None:
-    """Check that the value is a truth value, None or a function."""
-    if progress is True:
-        try:
-            import rich.progress  # noqa: F401
-        except ImportError as error:
-            raise ImportError(
-                f"progress: the bar needs rich, which cannot be imported here ({error}); "
-                "pip install rich, or give a function"
-            ) from error
-        return True
-    if progress is None or progress is False:
-        return None
-    if not callable(progress):
-        raise TypeError(
-            f"progress is {shown(progress)}; it must be True or a function of two numbers"
-        )
-    return cast("Progress", progress)
-
-
-@contextmanager
-def reported(progress: bool | Progress | None, what: str) -> Iterator[Progress | None]:
-    """Yield the function to call; for True it moves a bar, in the first process alone."""
-    if progress is not True:
-        yield progress or None
-        return
-    if jax.process_index() != 0:
-        yield None
-        return
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
-    with Bar(*columns, TimeRemainingColumn()) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

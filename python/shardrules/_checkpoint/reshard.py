@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import starmap
 from math import prod
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import tree_util
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding
 
 from shardrules._base.arguments import as_tuple, boolean, check_items, integer
-from shardrules._base.dtypes import BITS, bits_of, given_float, is_plain_float
-from shardrules._base.mistakes import Tree, in_order
-from shardrules._base.text import bytes_shown, shown
+from shardrules._base.dtypes import bits_of, given_float, is_plain_float
+from shardrules._base.mistakes import in_order
+from shardrules._base.text import bytes_shown
 from shardrules._checkpoint.conversion import LossError, cast, check_kept, numpy_dtype
 from shardrules._checkpoint.names import A_RENAME, Rename, forwards
 from shardrules._checkpoint.programs import made_of
@@ -28,13 +28,13 @@ from shardrules._place.agreement import rows_of
 from shardrules._place.boxes import unboxed
 from shardrules._place.decider import RulesLike
 from shardrules._place.mesh import MeshLike
-from shardrules._place.named_arrays import leaf_paths, rows_and_paths
+from shardrules._place.named_arrays import leaf_paths
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall
 from shardrules._place.shard import placeable
 from shardrules._place.spec_trees import leaf_path
 from shardrules._place.transfers import Donated, check_reachable, put, stays_within
-from shardrules._plan.align import align, check_distinct
+from shardrules._plan.align import check_distinct
 from shardrules._plan.files.leaves import ArraySpec
 from shardrules._plan.plan import Plan
 
@@ -51,39 +51,6 @@ class _Move(NamedTuple):
     """Makes it, on the devices of its sources; and whether a value got lost, or None."""
 
 
-# A plan or renames may give the result another structure.
-@overload
-def reshard(
-    tree: Any,
-    rules: Plan,
-    mesh: MeshLike | None = None,
-    *,
-    donate: bool = False,
-    dtype: Any = None,
-    renames: Iterable[Rename] = (),
-    max_bytes_in_flight: int | None = None,
-) -> Any: ...
-@overload
-def reshard(
-    tree: Any,
-    rules: Any,
-    mesh: MeshLike | None = None,
-    *,
-    donate: bool = False,
-    dtype: Any = None,
-    renames: Iterable[Rename],
-    max_bytes_in_flight: int | None = None,
-) -> Any: ...
-@overload
-def reshard(
-    tree: Tree,
-    rules: Any,
-    mesh: MeshLike | None = None,
-    *,
-    donate: bool = False,
-    dtype: Any = None,
-    max_bytes_in_flight: int | None = None,
-) -> Tree: ...
 @in_order("tree", "rules", "mesh")
 def reshard(
     tree: Any,
@@ -103,8 +70,8 @@ def reshard(
     Args:
         tree: A pytree of jax.Arrays and numpy arrays, as in `shard`.
         rules: A `Plan`, whose tree the result gets: structure, shapes and dtypes; arrays
-            are found by their paths, and boxes of flax stay. Or what `shard` takes. Or a tree of
-            arrays, or of ShapeDtypeStructs with shardings, whose shardings the arrays get.
+            are found by their paths, and boxes of flax stay. Or what `shard` takes, such as the
+            shardings of another tree.
         mesh: The Mesh for rules and PartitionSpecs. Default: the context's, or the plan's.
         donate: Whether the arrays of the tree may be given up. They are deleted as soon as all that
             is made of them has arrived, unless an array of the result uses the memory of a part.
@@ -142,45 +109,42 @@ def reshard(
         most = max_bytes_in_flight
         if most is not None:
             most = integer("max_bytes_in_flight", most, 1, what="a number of bytes")
-        if call.joint and stays_within(tree, only_process(_shardings_in(rules) or rules, mesh)):
+        if call.joint and stays_within(tree, only_process(rules, mesh)):
             call.alone()
-        abstract, moves_by_leaf = _moves(tree, rules, mesh, followed, name)
-        most = _bound(moves_by_leaf, most, abstract)
+        abstract, moves = _moves(tree, rules, mesh, followed, name)
+        most = _bound(moves, most, abstract)
         options = f"donate={gives_up}, dtype={name}, renames={followed}, in flight={most}"
-        shardings = {i: move.sharding for i, move in moves_by_leaf.items()}
+        shardings = {i: move.sharding for i, move in moves.items()}
         values, treedef = tree_util.tree_flatten(abstract)
         sources = list(values) if abstract is tree else tree_util.tree_leaves(tree)
         if call.joint:
-            for i, move in moves_by_leaf.items():
+            for i, move in moves.items():
                 for source in move.sources:
                     path = leaf_path(abstract, i)
                     check_reachable(path, sources[source], move.sharding, move.shape)
         call.agree(lambda: rows_of(abstract, shardings, options))
-    uses_left = Counter(source for move in moves_by_leaf.values() for source in move.sources)
+    uses_left = Counter(source for move in moves.values() for source in move.sources)
     donated = Donated(sources if gives_up else ())
-    batches = list(in_batches(moves_by_leaf, most, lambda i: moves_by_leaf[i].bytes))
+    batches = list(in_batches(moves, most, lambda i: moves[i].bytes))
     for batch in batches:
-        moves = [moves_by_leaf[i] for i in batch]
-        made: list[Any] = []
-        losses: dict[str, Any] = {}
-        for i, move in zip(batch, moves, strict=True):
+        made, losses = [], {}
+        for i in batch:
             try:
-                array, loss = move.make()
+                array, losses[leaf_path(abstract, i)] = moves[i].make()
             except LossError as error:
                 raise ValueError(f"{leaf_path(abstract, i)}: {error}") from None
             made.append(array)
-            losses |= {} if loss is None else {leaf_path(abstract, i): loss}
         check_kept(losses)
-        arrays = put(made, [move.sharding for move in moves])
+        arrays = put(made, [moves[i].sharding for i in batch])
         if gives_up or len(batches) > 1:
             jax.block_until_ready(arrays)
-        for i, move, array in zip(batch, moves, arrays, strict=True):
+        for i, array in zip(batch, arrays, strict=True):
             values[i] = array
-            uses_left.subtract(move.sources)
+            uses_left.subtract(moves[i].sources)
         if gives_up:
             donated.keep(arrays)
-            done = {source for move in moves for source in move.sources if not uses_left[source]}
-            donated.give_up([sources[source] for source in done])
+            used = {source for i in batch for source in moves[i].sources}
+            donated.give_up([sources[source] for source in used if not uses_left[source]])
     return tree_util.tree_unflatten(treedef, values)
 
 
@@ -188,82 +152,52 @@ def _moves(
     tree: Any, rules: Any, mesh: MeshLike | None, renames: Sequence[Rename], dtype: str | None
 ) -> tuple[Any, dict[int, _Move]]:
     """Return (the result or an abstract one of its structure, the move of each leaf that moves)."""
-    target = rules
+    if isinstance(rules, Plan) and mesh is not None:
+        rules = rules.on_mesh(mesh)
+    if renames or (isinstance(rules, Plan) and not _is_planned(tree, rules)):
+        return _moves_by_paths(tree, rules, mesh, renames, dtype)
     if isinstance(rules, Plan):
-        rules = rules if mesh is None else rules.on_mesh(mesh)
-        target = rules.abstract()
-    decided = _shardings_in(target)
-    if decided is None or renames or not _is_like(tree, target, isinstance(rules, Plan)):
-        if decided is not None and rules is target:
-            rules = tree_util.tree_unflatten(tree_util.tree_structure(target), decided)
-        if renames or isinstance(rules, Plan):
-            return _moves_by_paths(tree, rules, mesh, renames, dtype)
-        leaves, _, decided = requested_shardings(tree, rules, mesh)
-    else:
         leaves = tree_util.tree_leaves(tree)
-    return tree, _as_they_are(tree, leaves, decided, dtype)
+        shardings = [leaf.sharding for leaf in tree_util.tree_leaves(rules.abstract())]
+    else:
+        leaves, _, shardings = requested_shardings(tree, rules, mesh)
+    return tree, _as_they_are(tree, leaves, shardings, dtype)
 
 
-def _is_like(tree: Any, target: Any, has_dtypes: bool) -> bool:
-    """Compare structures, but for boxes, and shapes; with a plan dtypes too."""
+def _is_planned(tree: Any, plan: Plan) -> bool:
+    """Say whether a tree is the plan's, but for boxes."""
     structure: Any
     leaves, treedef = tree_util.tree_flatten(tree)
-    others, structure = tree_util.tree_flatten(target)
+    planned, structure = tree_util.tree_flatten(plan.abstract())
     # A plan of a tree with names has its arrays without their boxes.
-    without = treedef if structure == treedef else tree_util.tree_structure(unboxed(tree).tree)
-    if structure != without:
+    if structure not in (treedef, tree_util.tree_structure(unboxed(tree).tree)):
         return False
-    for place, (leaf, goal) in enumerate(zip(leaves, others, strict=True)):
-        if has_dtypes and getattr(leaf, "dtype", None) != goal.dtype:
-            return False
-        if np.shape(leaf) != goal.shape:
-            if has_dtypes:
-                return False
-            raise ValueError(
-                f"rules: {leaf_path(target, place)} has the shape {list(goal.shape)}, and "
-                f"in tree it is {list(np.shape(leaf))}; give shardings of arrays of the same "
-                "shape, or renames that turn the one into the other"
-            )
-    return True
-
-
-def _shardings_in(target: Any) -> list[Any] | None:
-    """Return the shardings of a tree of arrays or abstract arrays; None for anything else."""
-    leaves = tree_util.tree_leaves(target)
-    if not any(hasattr(leaf, "shape") and hasattr(leaf, "sharding") for leaf in leaves):
-        return None
-    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
-    if None in shardings:
-        place = shardings.index(None)
-        raise TypeError(
-            f"rules: {leaf_path(target, place)} is {shown(leaves[place])}, which has no "
-            "sharding, as arrays have; give one for each array of tree"
-        )
-    return list(map(_as_named_sharding, shardings))
-
-
-def _as_named_sharding(sharding: Any) -> Any:
-    """Turn a sharding on a single device into a NamedSharding."""
-    if not isinstance(sharding, SingleDeviceSharding):
-        return sharding
-    mesh = Mesh(np.array([*sharding.device_set]), ("device",))
-    return NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
+    return all(
+        (np.shape(leaf), getattr(leaf, "dtype", None)) == (goal.shape, goal.dtype)
+        for leaf, goal in zip(leaves, planned, strict=True)
+    )
 
 
 def _as_they_are(
     tree: Any, leaves: list[Any], shardings: list[Any], dtype: str | None
 ) -> dict[int, _Move]:
     """Return the move of each leaf that moves, by its index."""
-    of_leaf = [dtype] * len(leaves)
-    for i in [] if dtype is None else _scales(tree, leaves):
-        of_leaf[i] = None
+    goals = [dtype] * len(leaves)
+    if dtype is not None:
+        names = [str(getattr(leaf, "dtype", "")) for leaf in leaves]
+        paths = leaf_paths(tree)
+        scales = scales_in(dict(zip(paths, names, strict=True)))
+        goals = [
+            dtype if is_plain_float(name) and path not in scales else None
+            for path, name in zip(paths, names, strict=True)
+        ]
     return {
         i: _Move(
             sharding,
             np.shape(leaves[i]),
-            _moved_bytes_of(leaves[i], of_leaf[i]),
+            _bytes_of(leaves[i], goals[i]),
             (i,),
-            partial(_as_dtype, leaves[i], of_leaf[i]),
+            partial(_as_dtype, leaves[i], goals[i]),
         )
         for i, sharding in enumerate(placeable(tree, leaves, shardings))
         if sharding is not None
@@ -271,31 +205,15 @@ def _as_they_are(
 
 
 def _as_dtype(leaf: Any, dtype: str | None) -> tuple[Any, Any]:
-    """Return (the leaf in this dtype, if it is a floating array, whether a value got lost)."""
-    name = getattr(getattr(leaf, "dtype", None), "name", "")
-    if dtype is None or not is_plain_float(name) or isinstance(leaf, np.generic):
+    """Return (the leaf in this dtype, if it is an array, whether a value got lost)."""
+    if dtype is None or isinstance(leaf, np.generic):
         return leaf, None
     return cast(leaf, numpy_dtype(dtype))
 
 
-def _scales(tree: Any, leaves: Sequence[Any]) -> list[int]:
-    """Return the indices of leaves that are scales of quantized arrays."""
-    paths = leaf_paths(tree)
-    dtypes = {
-        path: str(getattr(leaf, "dtype", "")) for path, leaf in zip(paths, leaves, strict=True)
-    }
-    scales = scales_in({path: dtype for path, dtype in dtypes.items() if dtype in BITS})
-    return [i for i, path in enumerate(paths) if path in scales]
-
-
-def _moved_bytes_of(leaf: Any, dtype: str | None) -> int:
+def _bytes_of(leaf: Any, dtype: str | None) -> int:
     """Count the bytes of the array that a leaf becomes."""
-    dtype_of_leaf = getattr(leaf, "dtype", None)
-    if dtype_of_leaf is None:
-        return int(np.asarray(leaf).nbytes)
-    is_converted = dtype is not None and is_plain_float(dtype_of_leaf.name)
-    # Random keys of older versions of JAX do not know their bytes.
-    bits: int = prod(leaf.shape) * bits_of(dtype if is_converted else dtype_of_leaf)
+    bits: int = prod(np.shape(leaf)) * bits_of(dtype or getattr(leaf, "dtype", "float32"))
     return -(-bits // 8)
 
 
@@ -304,8 +222,6 @@ def _moves_by_paths(
 ) -> tuple[Any, dict[int, _Move]]:
     """Return (the abstract tree of the result, the move of each of its leaves)."""
     names, leaves = leaf_paths(tree), tree_util.tree_leaves(tree)
-    if isinstance(rules, Plan) and not renames:
-        names = _planned_paths(tree, rules)
     check_distinct(names, "a leaf finds its array by its path")
     arrays = dict(zip(names, starmap(ArraySpec, shapes_and_dtypes(tree, names)), strict=True))
     in_tree = None
@@ -321,26 +237,14 @@ def _moves_by_paths(
     ):
         to = checked_sharding(path, sharding)
         assert target is not None
-        used = {part.source for part in target.parts}
         moves[i] = _Move(
             to,
             target.shape,
             prod(target.shape) * spec.dtype.itemsize,
-            tuple(sorted(map(row.__getitem__, used))),
+            tuple({row[part.source]: None for part in target.parts}),
             partial(_made, target, live, spec.dtype, to),
         )
     return abstract, moves
-
-
-def _planned_paths(tree: Any, plan: Plan) -> list[str]:
-    """Return the path of each leaf in the plan's tree, or its own if the plan does not have it."""
-    planned = rows_and_paths(plan.abstract())
-    aligned = align(tree, planned, rows_and_paths)
-    paths = [
-        planned.paths[row] if row >= 0 else path
-        for path, row in zip(aligned.leaves.paths, aligned.rows, strict=True)
-    ]
-    return [paths[row] for row in tree_util.tree_leaves(aligned.leaves.tree)]
 
 
 def _made(

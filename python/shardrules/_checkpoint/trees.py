@@ -15,7 +15,7 @@ from jax import tree_util
 from jax.sharding import NamedSharding
 
 from shardrules._base.arguments import boolean, check_type
-from shardrules._base.dtypes import bits_of, converts, given_name, is_plain_float, key_dtype
+from shardrules._base.dtypes import BITS, converts, given_name, is_plain_float, key_dtype
 from shardrules._base.text import counted, shown
 from shardrules._checkpoint.conversion import LossError, converted, numpy_dtype
 from shardrules._checkpoint.layouts import Shape
@@ -120,8 +120,6 @@ def _identity(value: Any) -> str:
     """Return a text that is the same in all processes for equal values."""
     if callable(value):
         return str(getattr(value, "__qualname__", type(value).__name__))
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        return f"{value.dtype}{list(value.shape)}"
     array = np.asarray(value)
     return f"{array.dtype}{list(array.shape)} {hashlib.sha256(array.tobytes()).hexdigest()[:16]}"
 
@@ -131,27 +129,13 @@ def initial(path: str, value: Any, like: Any, sharding: NamedSharding) -> Any:
     try:
         if callable(value):
             return _init_program(value, like.shape, like.dtype, sharding)()
-        if isinstance(value, jax.Array) and not value.is_fully_addressable:
-            return jax.device_put(value.astype(like.dtype), sharding)
         array = np.asarray(value)
         if array.ndim and array.shape != like.shape:
-            raise _ShapeError(list(array.shape))
-        if array.dtype.kind in "iuf" and np.dtype(like.dtype).kind in "iu":
-            whole = array.astype(np.dtype(like.dtype))
-            if (whole != array).any():
-                raise LossError(f"{shown(value)} is not of {like.dtype}")
+            raise LossError(_other_shape(array.shape, like.shape))
         array = np.broadcast_to(converted(array, np.dtype(like.dtype)), like.shape)
         return jax.make_array_from_callback(like.shape, sharding, array.__getitem__)
     except LossError as error:
         raise ValueError(f"missing: the value of {path}: {error}") from None
-    except _ShapeError as error:
-        raise ValueError(
-            f"missing: the value of {path} has the shape {error}; the tree wants {list(like.shape)}"
-        ) from None
-
-
-class _ShapeError(Exception):
-    """Shape that is another one."""
 
 
 @lru_cache(maxsize=256)
@@ -161,10 +145,14 @@ def _init_program(
     def make() -> Any:
         values = jax.numpy.asarray(init(shape, dtype))
         if values.shape != shape:
-            raise _ShapeError(list(values.shape))
+            raise LossError(_other_shape(values.shape, shape))
         return values.astype(dtype)
 
     return jax.jit(make, out_shardings=sharding)
+
+
+def _other_shape(shape: Shape, expected: Shape) -> str:
+    return f"its shape is {list(shape)}; the tree wants {list(expected)}"
 
 
 def matched(
@@ -196,10 +184,6 @@ def matched(
         targets = targets_of(arrays, records, problems).by_path
         selection.check(paths, problems)
         targets = _in_tree(targets, paths, tree_specs, problems, selection)
-    unknown = {name for name in {name for _, name in tree_specs} if not _is_known_to_jax(name)}
-    for path, (_, name) in zip(paths, tree_specs, strict=True):
-        if name in unknown and path in targets:
-            problems.add(f"this version of JAX has no {name}; a Rename to None leaves it out", path)
     problems.raise_all()
     in_order = [targets.get(path) for path in paths]
     if dtype is not None:
@@ -213,32 +197,31 @@ def _converted(
     arrays: Mapping[str, ArraySpec],
     dtype: str,
 ) -> list[_ShapeAndDtype]:
-    """Give floating arrays this dtype, unless a record has one for them, or they are scales."""
+    """Give weights this dtype, unless a record has one for them."""
     scales = scales_in({name: array.dtype for name, array in arrays.items()})
-
-    def of_target(own_dtype: str, target: Target | None) -> str:
-        if target is not None and target.has_own_dtype:
-            return target.dtype
-        is_kept = not is_plain_float(own_dtype) or any(
-            part.source in scales for part in (target.parts[:1] if target else ())
-        )
-        return own_dtype if is_kept else dtype
-
     return [
-        (shape, of_target(own_dtype, target))
-        for (shape, own_dtype), target in zip(tree_specs, targets, strict=True)
+        (shape, target.dtype)
+        if target is not None and target.has_own_dtype
+        else (shape, own)
+        if not is_plain_float(own) or (target is not None and target.parts[0].source in scales)
+        else (shape, dtype)
+        for (shape, own), target in zip(tree_specs, targets, strict=True)
     ]
 
 
 def scales_in(dtypes: Mapping[str, str]) -> set[str]:
     """Find arrays of scales: `scale` is in their last word, and codes have the same parent."""
-    parents, words = {}, {}
-    for name in dtypes:
-        parents[name], _, words[name] = _bare(name).rpartition("/")
+    words = {name: _bare(name).rpartition("/") for name in dtypes}
     with_codes = {
-        parents[name] for name, dtype in dtypes.items() if dtype != "bool" and bits_of(dtype) <= 8
+        words[name][0]
+        for name, dtype in dtypes.items()
+        if dtype in BITS and dtype != "bool" and BITS[dtype] <= 8
     }
-    return {name for name in dtypes if "scale" in words[name] and parents[name] in with_codes}
+    return {
+        name
+        for name, (parent, _, word) in words.items()
+        if "scale" in word and parent in with_codes
+    }
 
 
 def _bare(path: str) -> str:
@@ -324,17 +307,6 @@ def _in_tree(
 def _fits(source: str, target: str) -> bool:
     """Say whether an array of one dtype can become another; floats of 8 bits are codes."""
     return source == target or (converts(source, target) and "float8" not in source + target)
-
-
-def _is_known_to_jax(dtype: str) -> bool:
-    if bits_of(dtype) < 8 or key_dtype(dtype) is not None:
-        return True  # the former is refused for another reason
-    try:
-        canonical = jax.dtypes.canonicalize_dtype(numpy_dtype(dtype))
-        jax.eval_shape(lambda: jax.numpy.zeros((), canonical))
-    except TypeError:
-        return False
-    return True
 
 
 def _abstract(tree: Any, tree_specs: list[_ShapeAndDtype]) -> Any:
