@@ -167,7 +167,7 @@ def _proved(models: Mapping[str, Any], run: Run, part: str, rows: int) -> Any:
     assert proof.time is not None
     return {
         "rows": rows,
-        **{name: getattr(proof.time, name) for name in ("computing", "kernels", "parts")},
+        **{name: getattr(proof.time, name) for name in ("computing", "kernels")},
         "uncounted": proof.time.uncounted,
         "sent": [[axes, kind, count] for (axes, kind), count in proof.program.sent.items()],
     }

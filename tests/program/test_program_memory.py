@@ -80,7 +80,7 @@ class TestMemory:
         assert len(str(memory).splitlines()) == 13
         sizes = [row.bytes for row in memory.buffers]
         assert sizes == sorted(sizes, reverse=True)
-        kept = memory.saved_buffers[0]
+        kept = next(row for row in memory.buffers if row.is_saved)
         assert kept.shape == "f32[16,256,256]"
         assert kept.place.file == __file__
         assert any(row.what == "inputs/0/w" for row in memory.buffers)

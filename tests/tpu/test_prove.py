@@ -205,14 +205,13 @@ def test_plans_and_arguments_on_other_devices_are_taken_by_their_axes():
 
 
 @needs_libtpu
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_a_step_that_does_not_fit_names_what_is_large(is_kept):
+def test_a_step_that_does_not_fit_names_what_is_large():
     topology = sr.Topology("v5e:2x4")
     mesh = topology.mesh(SIZES)
     plan = sr.plan(params(layers=32, width=4096), RULES, mesh)
     x = batch(mesh, 2**19, 4096)
     with pytest.raises(sr.OutOfMemory) as caught:
-        sr.prove(jax.jit(partial(step, is_kept=is_kept), donate_argnums=0), plan, x, on=mesh)
+        sr.prove(jax.jit(partial(step, is_kept=True), donate_argnums=0), plan, x, on=mesh)
     refusal = caught.value
     assert refusal.required > refusal.available
     assert abs(refusal.available - topology.hardware.memory_bytes) < 2**24
@@ -223,8 +222,7 @@ def test_a_step_that_does_not_fit_names_what_is_large(is_kept):
         "params['up']" in {buffer.what for buffer in refusal.buffers} or len(refusal.buffers) == 10
     )
     last = str(refusal).splitlines()[-1]
-    assert ("recompute it by jax.checkpoint" in last) == is_kept
-    assert ("layers that are computed again" in last) == (not is_kept)
+    assert "recompute it by jax.checkpoint" in last
 
 
 @needs_libtpu
@@ -361,9 +359,8 @@ def test_splash_attention_is_read_and_counts_by_its_shapes():
 
     def attend(q, k, v):
         mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * heads)
-        with jax.named_scope("attention"):
-            kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1)
-            return jnp.sum(kernel(q, k, v).astype("float32"))
+        kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1)
+        return jnp.sum(kernel(q, k, v).astype("float32"))
 
     topology = sr.Topology("v5e:1x1")
     sharding = NamedSharding(topology.mesh(tp=1), P())
@@ -376,8 +373,6 @@ def test_splash_attention_is_read_and_counts_by_its_shapes():
     at_peak = flops / topology.hardware.flops_per_second["bfloat16"]
     assert time.kernels == pytest.approx(2 * at_peak)
     assert not time.uncounted
-    phases = {phase for scope, phase, _ in time.parts if scope == "attention"}
-    assert phases >= {"forward", "backward"}
 
 
 @needs_libtpu

@@ -230,9 +230,6 @@ class _Entry(NamedTuple):
     shapes: tuple[tuple[int, ...] | None, ...] = ()
     """Shapes of these arrays; None for one that no plan says."""
 
-    def fits(self, shapes: Sequence[tuple[int, ...]]) -> bool:
-        return all(own in (None, other) for own, other in zip(self.shapes, shapes, strict=True))
-
 
 def _split_keywords(
     inputs: Any, parameters: Mapping[str, Parameter]
@@ -277,12 +274,15 @@ def _entry(name: str, planned: Any) -> _Entry:
 def _trees(
     entries: Sequence[_Entry], numbers: list[int], shapes: list[tuple[int, ...]]
 ) -> Iterator[Any]:
-    """Yield each argument as a tree of its leaves' numbers.
-
-    Plans are recognized by the shapes of their arrays; those between them are of the others.
-    """
-    splits = list(islice(_splits(entries, [shapes[number] for number in numbers]), 2))
-    if len(splits) != 1:
+    """Yield each argument as a tree of its leaves' numbers."""
+    widths, rest = _widths(entries, len(numbers)), iter(numbers)
+    of_entries = [list(islice(rest, width)) for width in widths]
+    pairs = list(zip(entries, of_entries, strict=True)) if widths else []
+    if len(pairs) != len(entries) or not all(
+        own in (None, shapes[number])
+        for entry, leaves in pairs
+        for own, number in zip(entry.shapes, leaves, strict=False)
+    ):
         names = ", ".join(entry.name for entry in entries) or "inputs"
         raise ValueError(
             printable(
@@ -292,41 +292,31 @@ def _trees(
                 "arrays a Plan of these, or a tree with a Plan or a spec for each"
             )
         )
-    rest = iter(numbers)
-    for entry, width in zip(entries, splits[0], strict=True):
-        leaves = list(islice(rest, width))
+    for entry, leaves in pairs:
         if entry.treedef is not None:
             yield entry.treedef.unflatten(leaves)
         else:
-            yield leaves[0] if width == 1 else tuple(leaves)
+            yield leaves[0] if len(leaves) == 1 else tuple(leaves)
 
 
-def _splits(entries: Sequence[_Entry], shapes: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Yield the array counts of the entries, for each way in which plans fit the shapes."""
-    first = next((i for i, entry in enumerate(entries) if entry.treedef is not None), None)
-    if first is None:
-        if (widths := _loose_widths(entries, len(shapes))) is not None:
-            yield widths
-        return
-    entry = entries[first]
-    width = len(entry.shapes)
-    for before in range(len(shapes) - width + 1):
-        loose, end = _loose_widths(entries[:first], before), before + width
-        if loose is not None and entry.fits(shapes[before:end]):
-            for after in _splits(entries[first + 1 :], shapes[end:]):
-                yield (*loose, width, *after)
+def _widths(entries: Sequence[_Entry], count: int) -> Sequence[int]:
+    """Return how many arrays each entry has; () where plans leave that open.
 
-
-def _loose_widths(entries: Sequence[_Entry], count: int) -> tuple[int, ...] | None:
-    """Share arrays out among entries that do not say how many they have; None if unclear."""
-    planned = [entry.is_planned for entry in entries]
-    if count == len(entries):
-        return (1,) * count
-    if count == sum(planned):
-        return tuple(map(int, planned))
-    if len(entries) == 1 or (entries and not any(planned)):
-        return (count, *[0] * (len(entries) - 1))
-    return None
+    What has no structure is one array each; or only what is planned is; or all is of one entry, or
+    of entries side by side that nobody looks at.
+    """
+    loose = [place for place, entry in enumerate(entries) if entry.treedef is None]
+    planned = [place for place in loose if entries[place].is_planned]
+    widths = [len(entry.shapes) for entry in entries]
+    rest = count - sum(widths)
+    takers = next((places for places in (loose, planned) if len(places) == rest), None)
+    if takers is not None:
+        return [1 if place in takers else width for place, width in enumerate(widths)]
+    is_run = bool(loose) and not planned and loose[-1] - loose[0] < len(loose)
+    if rest < 0 or not (is_run or len(loose) == 1):
+        return ()
+    widths[loose[0]] = rest
+    return widths
 
 
 _LIBRARIES: Final[Mapping[str, tuple[Library, Callable[[Any, Any, Any], _Trees]]]] = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
@@ -114,8 +113,6 @@ class Memory(NamedTuple):
     """True if the backward pass computes something again, as `jax.checkpoint` has it."""
     buffers: tuple[Buffer, ...]
     """The largest of these arrays, 100 at most; () if the backend does not show the schedule."""
-    saved_buffers: tuple[Buffer, ...]
-    """The largest that are kept for the backward pass."""
 
     @property
     def peak(self) -> int:
@@ -125,11 +122,8 @@ class Memory(NamedTuple):
     def to_json(self) -> dict[str, Any]:
         """Return all numbers, and the arrays, as `json.dumps` takes them."""
         numbers = {"peak": self.peak, "totals": self.totals._asdict()}
-        arrays = {
-            name: [row._asdict() | {"place": row.place and str(row.place)} for row in rows]
-            for name, rows in (("buffers", self.buffers), ("saved_buffers", self.saved_buffers))
-        }
-        return self._asdict() | numbers | arrays
+        rows = [row._asdict() | {"place": row.place and str(row.place)} for row in self.buffers]
+        return self._asdict() | numbers | {"buffers": rows}
 
     def _parts(self) -> list[Table | str]:
         head = f"{bytes_shown(self.peak)} on each device: {self.totals}"
@@ -171,7 +165,7 @@ def memory_of(executable: Executable, totals: Totals) -> Memory:
     """Read the arrays that a program needs, beside XLA's numbers."""
     hlo = executable.hlo
     if hlo is None:
-        return Memory(totals, 0, 0, False, (), ())
+        return Memory(totals, 0, 0, False, ())
 
     def path_of(parameter: int) -> str | None:
         leaf = executable.leaf_of.get(parameter)
@@ -188,7 +182,6 @@ def memory_of(executable: Executable, totals: Totals) -> Memory:
             saved=min(kept, totals.peak),
             is_recomputed="/rematted_computation" in hlo.text and not _is_all_kept(hlo, saved),
             buffers=tuple(buffers_of(hlo, rows[:_LARGEST], path_of)),
-            saved_buffers=tuple(buffers_of(hlo, saved[:_IN_TEXT], path_of)),
         )
 
 
@@ -506,7 +499,7 @@ _REFUSALS: Final = (
     re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm"),
 )
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_KEPT: Final = 0.5
+_MOST: Final = 0.5
 _NAMED: Final = 10
 
 
@@ -526,23 +519,14 @@ class OutOfMemory(MemoryError):  # noqa: N818
         'the step needs 20.0 GB on each device'
     """
 
-    def __init__(
-        self,
-        required: int,
-        available: int,
-        buffers: tuple[Buffer, ...],
-        *,
-        is_recomputed: bool = False,
-    ) -> None:
+    def __init__(self, required: int, available: int, buffers: tuple[Buffer, ...]) -> None:
         self.required = required
         self.available = available
         self.buffers = buffers
-        self._is_recomputed = is_recomputed
         super().__init__(self._message())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        make = partial(type(self), is_recomputed=self._is_recomputed)
-        return make, (self.required, self.available, self.buffers)
+        return type(self), (self.required, self.available, self.buffers)
 
     def _message(self) -> str:
         head = (
@@ -561,22 +545,15 @@ class OutOfMemory(MemoryError):  # noqa: N818
     def _fix(self) -> str:
         """Say what would mend it."""
         largest = self.buffers[0]
-        kept = sum(buffer.bytes for buffer in self.buffers if buffer.is_saved)
-        of_arguments = sum(buffer.bytes for buffer in self.buffers if buffer.is_argument)
-        total = sum(buffer.bytes for buffer in self.buffers)
         line = "" if largest.place is None else f" at {largest.place}"
-        if kept > _KEPT * total and self._is_recomputed:
-            return (
-                "most of it is the inputs of layers that are computed again: shard them by "
-                f"another axis too{line}, keep them in the host's memory by a policy of "
-                "jax.checkpoint, or take a smaller batch"
-            )
-        if kept > _KEPT * total:
+        most = _MOST * sum(buffer.bytes for buffer in self.buffers)
+        if sum(buffer.bytes for buffer in self.buffers if buffer.is_saved) > most:
             return (
                 "most of it is kept for the backward pass: recompute it by jax.checkpoint around "
-                "the layer, or take a smaller batch"
+                f"the layer; or shard what is kept{line} by another axis too, or take a smaller "
+                "batch"
             )
-        if of_arguments > _KEPT * total:
+        if sum(buffer.bytes for buffer in self.buffers if buffer.is_argument) > most:
             return "most of it is arguments: shard them over more devices, and donate the state"
         return (
             f"shard {largest.shape}{line} by the axes of the batch or of the model, by "
@@ -599,8 +576,7 @@ class Refusal(NamedTuple):
         if self.text and self.live:
             hlo = Hlo(self.text)
             buffers = tuple(buffers_of(hlo, self.live.alive(hlo)[:_NAMED], lambda _: None))
-        is_recomputed = "/rematted_computation" in self.text
-        return OutOfMemory(self.required, self.available, buffers, is_recomputed=is_recomputed)
+        return OutOfMemory(self.required, self.available, buffers)
 
 
 def refused_bytes(message: str) -> tuple[int, int] | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from typing import Any, Final, NamedTuple, TypeVar
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
 
 from shardrules._base.text import answer, counted, printable_lines, seconds_shown
 from shardrules._plan.answers import Column, Section, Table
@@ -27,17 +27,11 @@ _PHASES: Final = (
     ("forward", "jvp("),
 )
 _OTHER: Final = "other"
-_SCOPE: Final = re.compile(r"(?:\w+\()*([\w.\- ]*)\)*")
-_NO_SCOPES: Final = frozenset(
-    ("while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "eval_jaxpr",
-     "shard_map", "remat", "pjit", "jit", "branch_0_fun", "branch_1_fun", "custom_vjp_call", "")
-)  # fmt: skip
 LEAST_CYCLES: Final = 0.87
 """The least part of the compiler's cycles that a published run on v6e took. docs/pod.md has runs on
 other TPUs, on which this is not fitted."""
 _IN_TEXT: Final = 10
 _COLUMNS: Final = (Column("computing", is_right=True), Column("line", is_elided=True))
-_Key = TypeVar("_Key")
 
 
 @answer
@@ -50,9 +44,6 @@ class ProgramTime(NamedTuple):
     """Of what it sends, by bytes and links, one collective after the other."""
     lines: tuple[tuple[str, float], ...]
     """The seconds of computing by line of the program, the longest first."""
-    parts: tuple[tuple[str, str, float], ...]
-    """The same by part, the longest first: the outermost `jax.named_scope` or module, "" without
-    one; "forward", "backward", "recomputed", or "other", as of the optimizer; and the seconds."""
     kernels: float
     """Of computing, the seconds of Pallas kernels: by their FLOPs, at half of the peak."""
     uncounted: tuple[str, ...]
@@ -90,11 +81,6 @@ class ProgramTime(NamedTuple):
             f"{LEAST_CYCLES:.0%} or more, {seconds_shown(self.sending)} sending, hidden behind it "
             "or not"
         ]
-        phases = _sums((phase, seconds) for _, phase, seconds in self.parts)
-        scopes = _sums((scope, seconds) for scope, _, seconds in self.parts if scope)
-        if phases:
-            listed = "; ".join(_largest_sums(sums) for sums in (phases, scopes) if sums)
-            lines.append(f"computing: {listed}")
         if self.kernels:
             lines.append(
                 f"of it {seconds_shown(self.kernels)} in Pallas kernels, by their FLOPs, if they "
@@ -154,30 +140,18 @@ def program_time(hlo: Hlo, sending: float, clock: float, peak: float) -> Program
     rate = peak * KERNEL_EFFICIENCY
     kernels = [(op, count / rate, times) for op, count, times in flops if count]
     timed = cycles + kernels
-    by_line = _sums((_instruction_line(hlo, op), times * seconds) for op, seconds, times in timed)
-    parts = _sums((_scope_and_phase(op), times * seconds) for op, seconds, times in timed)
+    by_line: defaultdict[str, float] = defaultdict(float)
+    for op, seconds, times in timed:
+        by_line[_instruction_line(hlo, op)] += times * seconds
     return ProgramTime(
         computing=sum(by_line.values()),
         sending=sending,
-        lines=tuple(by_line.items()),
-        parts=tuple((*key, seconds) for key, seconds in parts.items()),
+        lines=tuple(sorted(by_line.items(), key=lambda item: -item[1])),
         kernels=sum(times * seconds for _, seconds, times in kernels),
         uncounted=tuple(
             dict.fromkeys(op.op_name or op.name for op, count, _ in flops if not count)
         ),
     )
-
-
-def _sums(items: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
-    """Add up the seconds of each key, the longest first."""
-    sums: defaultdict[_Key, float] = defaultdict(float)
-    for key, seconds in items:
-        sums[key] += seconds
-    return dict(sorted(sums.items(), key=lambda item: -item[1]))
-
-
-def _largest_sums(sums: dict[str, float]) -> str:
-    return ", ".join(f"{name} {seconds_shown(s)}" for name, s in list(sums.items())[:_IN_TEXT])
 
 
 def _cycles(hlo: Hlo) -> Iterator[tuple[Instruction, int, int]]:
@@ -218,15 +192,3 @@ def _instruction_line(hlo: Hlo, instruction: Instruction) -> str:
 def phase_of(name: str) -> str:
     """Return the pass of a step that an operation is in, by JAX's names around it."""
     return next((phase for phase, mark in _PHASES if mark in name), _OTHER)
-
-
-def _scope_and_phase(instruction: Instruction) -> tuple[str, str]:
-    """Read the outermost scope and the phase of an operation from its name."""
-    op_name = instruction.op_name or ""
-    phase = phase_of(op_name)
-    for word in op_name.split("/")[:-1]:
-        if not word.startswith(("jit(", "pjit(")):
-            match = _SCOPE.fullmatch(word)
-            if match and match[1] not in _NO_SCOPES:
-                return match[1], phase
-    return "", phase

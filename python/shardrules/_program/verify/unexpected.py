@@ -196,7 +196,7 @@ def kept_activations(program: Program, large: int) -> Iterator[Finding]:
         return
     names = "; ".join(
         f"{row.shape} ({row.what})" + ("" if row.place is None else f" at {row.place}")
-        for row in memory.saved_buffers[:_NAMED]
+        for row in [row for row in memory.buffers if row.is_saved][:_NAMED]
     )
     message = (
         f"{bytes_shown(memory.saved)}, {memory.saved / totals.peak:.0%} of the memory at the peak, "
