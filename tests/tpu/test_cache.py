@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import subprocess
 import sys
@@ -65,8 +64,8 @@ def test_the_same_step_for_a_topology_is_compiled_once(tmp_path, monkeypatch):
     assert (first.is_cached, second.is_cached) == (False, True)
     assert (first.compiled is not None, second.compiled) == (True, None)
     assert first.time.computing > 0
-    assert "s, earlier: its code is in the cache" in str(second)
-    assert second.to_json() == first.to_json() | {"is_cached": True}
+    assert "s, as its code was in the cache" in str(second)
+    assert second.to_json() == first.to_json() | {"is_cached": True, "seconds": second.seconds}
     assert len(entries(tmp_path)) == 1
 
 
@@ -99,31 +98,15 @@ def test_what_differs_is_compiled_again(folder, monkeypatch):
 
 
 def damaged(data):
-    head, _, text = gzip.decompress(data).decode().partition("\n")
-    facts = json.loads(head)
-
-    def packed(facts, text=text):
-        head = facts if isinstance(facts, str) else json.dumps(facts)
-        return gzip.compress(f"{head}\n{text}".encode())
-
-    changed = bytearray(data)
+    changed, text = bytearray(data), gzip.decompress(data)
     changed[len(data) // 2] ^= 1
     yield "empty", b""
     yield "cut", data[: len(data) // 2]
     yield "one bit", bytes(changed)
     yield "not gzip", b"HloModule"
     yield "a pickle", gzip.compress(b"\x80\x04\x95")
-    yield "not JSON", packed("{")
-    yield "a list", packed([])
-    yield "nested", packed("[" * 100_000)
-    yield "no text", packed(facts, "")
-    yield "text that ends too early", packed(facts, text[:-200])
-    yield "no module", packed(facts | {"characters": 1}, "x")
-    for name in facts:
-        yield f"no {name}", packed({key: facts[key] for key in facts if key != name})
-        yield f"{name} of another type", packed(facts | {name: "many"})
-    for seconds in (-1.0, float("inf"), float("nan"), 10**400):
-        yield f"{seconds} seconds", packed(facts | {"seconds": seconds})
+    yield "no text", gzip.compress(b"")
+    yield "text that ends too early", gzip.compress(text[:-200])
     yield "a bomb", gzip.compress(b"{" + b" " * 2**20)
 
 
@@ -134,7 +117,6 @@ def test_a_damaged_entry_is_made_anew(folder, monkeypatch):
     good = path.read_bytes()
     monkeypatch.setattr(cache, "_MOST_UNPACKED", len(gzip.decompress(good)) + 100)
     cases = dict(damaged(good))
-    assert len(cases) == 20
     for name, data in cases.items():
         path.write_bytes(data)
         assert not is_kept(mesh), name

@@ -138,7 +138,7 @@ def test_a_topology_that_is_none_is_told(run):
 def test_a_second_run_takes_the_code_from_the_cache(run, tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDRULES_CACHE", str(tmp_path / "cache"))
     texts = [run("step_on", *ON, "--time")[1] for _ in range(2)]
-    assert texts[1].splitlines()[0].endswith(" s, earlier: its code is in the cache")
+    assert texts[1].splitlines()[0].endswith(" s, as its code was in the cache")
     assert texts[0].splitlines()[1:] == texts[1].splitlines()[1:]
     assert len(list((tmp_path / "cache").iterdir())) == 1
 

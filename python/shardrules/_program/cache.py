@@ -1,22 +1,19 @@
 """Keeps on disk the text of what is compiled to its end for described devices, for its cycles.
 
-JAX's own cache cannot read such executables. An entry is a gzipped file: a line of JSON, then the
-text. It is parsed within bounds, never unpickled, and what is not understood is compiled again. A
-folder that another user has made, or that all can write, is neither read nor written.
+JAX's own cache cannot read such executables. An entry is the gzipped text. It is read within
+bounds, never unpickled, and what is not understood is compiled again. A folder that another user
+has made, or that all can write, is neither read nor written.
 """
 
 from __future__ import annotations
 
 import gzip
 import hashlib
-import json
-import math
 import os
 import re
 import stat
 import time
 import zlib
-from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,7 +28,7 @@ from shardrules._program.memory import Refusal
 from shardrules._program.topologies.topology import device_identity, topology_of
 
 _VARIABLE: Final = "SHARDRULES_CACHE"
-_FORM: Final = 3
+_FORM: Final = 4
 """Of the entries, and of what they have been made with."""
 _LIMIT: Final = 10**9
 """Bytes of all entries together; those that were not used for the longest time go."""
@@ -44,10 +41,7 @@ _DUMP: Final = "xla_dump"
 _ENTRY: Final = re.compile(r"[0-9a-f]{64}\.gz|\.[0-9a-f]{32}\.part")
 _LEVEL: Final = 5
 # What a damaged or forged entry may raise.
-_DAMAGES: Final = (
-    OSError, EOFError, zlib.error, ArithmeticError, AttributeError, LookupError, RecursionError,
-    TypeError, ValueError,
-)  # fmt: skip
+_DAMAGES: Final = (OSError, EOFError, zlib.error, ValueError)
 
 
 class Finished(NamedTuple):
@@ -56,7 +50,7 @@ class Finished(NamedTuple):
     text: str
     """The module, which has the compiler's cycles; "" where the backend does not show it."""
     seconds: float
-    """Time that it took to compile."""
+    """Time that it took to compile, or to read."""
     compiled: Any = None
     """A Compiled, of JAX or of flax; None if the cache has had the text."""
 
@@ -67,14 +61,10 @@ def finished(lowered: Any, mesh: Any, *, is_kept: bool) -> Finished | Refusal:
     Where the text is not all that is needed, nothing is kept.
     """
     is_kept = is_kept and topology_of(mesh) is not None
-    path = _path_of(lowered, mesh) if is_kept else None
+    path, begin = _path_of(lowered, mesh) if is_kept else None, time.perf_counter()
     if path is not None:
         with suppress(*_DAMAGES):
-            result = _read(path)
-            with suppress(OSError):
-                os.utime(path)
-            return result
-    begin = time.perf_counter()
+            return Finished(_read(path), time.perf_counter() - begin)
     compiled = compile_whole(lowered, mesh)
     if isinstance(compiled, Refusal):
         return compiled
@@ -82,7 +72,7 @@ def finished(lowered: Any, mesh: Any, *, is_kept: bool) -> Finished | Refusal:
     text = call_of(getattr(compiled, "compiled", compiled), ()).compiled.as_text() or ""
     if path is not None and text:
         with suppress(OSError):  # such as no room, or no right to write
-            _write(path, text, seconds)
+            _write(path, text)
     return Finished(text, seconds, compiled)
 
 
@@ -121,9 +111,8 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _write(path: Path, text: str, seconds: float) -> None:
-    head = json.dumps({"seconds": seconds, "characters": len(text)})
-    packed = gzip.compress(f"{head}\n{text}".encode(), _LEVEL, mtime=0)
+def _write(path: Path, text: str) -> None:
+    packed = gzip.compress(text.encode(), _LEVEL, mtime=0)
     if len(packed) <= _LIMIT:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_own(path.parent)
@@ -131,8 +120,8 @@ def _write(path: Path, text: str, seconds: float) -> None:
         _remove_oldest(path.parent)
 
 
-def _read(path: Path) -> Finished:
-    """Read an entry.
+def _read(path: Path) -> str:
+    """Read an entry, which is then the one that was used last.
 
     Raises:
         Exception: One of `_DAMAGES`: there is no such entry, or not a whole one.
@@ -142,15 +131,11 @@ def _read(path: Path) -> Finished:
         data = file.read(_MOST_UNPACKED + 1)
     if len(data) > _MOST_UNPACKED:
         raise ValueError("too large")
-    head, _, text = data.decode().partition("\n")
-    facts = json.loads(head)
-    seconds = facts["seconds"]
-    if facts["characters"] != len(text) or not (
-        isinstance(seconds, float) and 0 <= seconds < math.inf
-    ):
-        raise ValueError("cut")
+    text = data.decode()
     check_hlo(text)
-    return Finished(text, seconds)
+    with suppress(OSError):
+        os.utime(path)
+    return text
 
 
 def _check_own(folder: Path) -> None:
@@ -168,19 +153,12 @@ def _check_own(folder: Path) -> None:
 
 def _remove_oldest(folder: Path) -> None:
     """Remove entries, and no other files, until those that are left are within the limit."""
-    files = sorted(_cache_entries(folder), reverse=True)
+    entries = [path for path in folder.iterdir() if _ENTRY.fullmatch(path.name)]
     total = 0
-    for _, size, path in files:
-        total += size
-        if total > _LIMIT:
-            with suppress(OSError):  # another process was faster
+    with suppress(OSError):  # another process was faster
+        for status, path in sorted(
+            ((path.lstat(), path) for path in entries), key=lambda entry: -entry[0].st_mtime_ns
+        ):
+            total += status.st_size
+            if total > _LIMIT:
                 path.unlink()
-
-
-def _cache_entries(folder: Path) -> Iterator[tuple[int, int, Path]]:
-    """Yield time of the last use, bytes and path of each entry."""
-    for item in os.scandir(folder):
-        if _ENTRY.fullmatch(item.name):
-            with suppress(OSError):
-                status = item.stat(follow_symlinks=False)
-                yield status.st_mtime_ns, status.st_size, folder / item.name

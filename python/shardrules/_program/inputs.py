@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from jax import tree_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
@@ -20,7 +20,6 @@ from shardrules._base.text import (
     near_shown,
     printable,
     shown,
-    with_article,
 )
 from shardrules._place.decider import check_decided
 from shardrules._place.memory import memory_apart
@@ -34,6 +33,8 @@ from shardrules._plan.trees import kind_specs
 from shardrules._program.executable import Executable, Side
 from shardrules._program.libraries import PLANNED, check_entries
 from shardrules._rules.rules import Rules
+
+_BARE: Final = "'' of an array that is in no tree: give a PartitionSpec, or None"
 
 
 class PlannedSharding(NamedTuple):
@@ -155,8 +156,8 @@ class _SideTargets:
             raise TypeError(f"{at} is {shown(plan)}; give {PLANNED}")
         if root.node_data() != treedef.node_data() or len(children) != len(treedef.children()):
             raise _misfit(
-                f"{at}: the structure is not that of the {self._side.name}: {_node_shown(root)} "
-                f"is planned, and there is {_node_shown(treedef)}"
+                f"{at}: the structure is not that of the {self._side.name}: {brief(root)} is "
+                f"planned, and there is {brief(treedef)}"
             )
         for (key, child), child_def in zip(children, treedef.children(), strict=True):
             self.fill(at + tree_util.keystr(key), child, child_def)
@@ -223,23 +224,16 @@ class _SideTargets:
             for row in aligned.missing
             if plan.kinds[plan.kind_of[row]].shape is not None
         ]
-        if "" in lacking or "" in absent:  # an array has no path
-            raise _misfit(
-                f"{at}: the plan is of {_tree_shown(leaves.tree)}, and the function "
-                f"{self._verb} {_tree_shown(tree)}: give what is planned for that, such as a "
-                "PartitionSpec, or None"
-            )
-        what = f"plan the tree that the function {self._verb}"
-        for path in lacking:
-            raise _misfit(
-                f"{at}: the plan is for another tree: it has no leaf {path}"
-                f"{near_shown(path, aligned.reference_paths)}; {what}"
-            )
-        for path in absent:
-            raise _misfit(
-                f"{at}: the plan is for another tree: there is no leaf {path} in the "
-                f"{self._side.name}{near_shown(path, paths)}; {what}"
-            )
+        others = {
+            "lacks the leaf": (lacking, aligned.reference_paths),
+            "has the leaf": (absent, paths),
+        }
+        for words, (unmatched, known) in others.items():
+            for path in unmatched[:1]:
+                raise _misfit(
+                    f"{at}: the plan is for another tree: it {words} {path or _BARE}"
+                    f"{near_shown(path, known)}; plan the tree that the function {self._verb}"
+                )
         return [aligned.rows[row] for row in tree_util.tree_leaves(aligned.leaves.tree)]
 
     def _mesh(self, at: str, axis_sizes: Mapping[str, int] | None) -> AnyMesh:
@@ -281,21 +275,3 @@ def other_kinds(executable: Executable, planned: Any) -> list[str]:
 def _misfit(message: str) -> ValueError:
     """Make an error whose text may have names of users in it."""
     return ValueError(printable(message))
-
-
-def _tree_shown(tree: Any) -> str:
-    structure: Any = tree_util.tree_structure(tree)
-    if structure.num_nodes == 1:
-        return "one array"
-    return f"a tree of {counted(structure.num_leaves, 'leaf')}"
-
-
-def _node_shown(treedef: Any) -> str:
-    """Format a node without its subtrees: a dict of 'k', 'v'; a tuple of 2; a leaf."""
-    data = treedef.node_data()
-    if data is None:
-        return "a leaf" if treedef.num_leaves else "nothing"
-    name, children = data[0].__name__, treedef.children()
-    if issubclass(data[0], dict):
-        return f"{with_article(name)} of {brief(list(data[1]))}"
-    return f"{with_article(name)} of {len(children)}"

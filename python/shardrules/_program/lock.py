@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple, get_args
@@ -22,6 +23,8 @@ from shardrules._program.libraries import StoredProgram
 from shardrules._program.memory import totals_of
 
 KINDS: Final = get_args(CollectiveOpcode)
+_PER_ITERATION: Final = " per iteration"
+"""Behind the kind of collectives in a loop of unknown trip count, which counts once."""
 _FORMAT: Final = "shardrules program lock 1"
 _FIX: Final = "make the lock again: Program.lock, or shardrules prove --update-lock"
 _ANEW: Final = "program.lock(path)"
@@ -29,15 +32,7 @@ _GROWN: Final = "look at what has changed there; or, if it is meant, make the lo
 _NAMED: Final = 3
 
 Key = tuple[tuple[str, ...], str]
-"""Mesh axes and kind of collectives."""
-
-
-class Sent(NamedTuple):
-    """Bytes that a device sends in a step."""
-
-    bytes: int = 0
-    is_per_iteration: bool = False
-    """True if some are of a loop of unknown trip count, counted once."""
+"""Mesh axes and kind of collectives, such as "all-gather" or "all-gather per iteration"."""
 
 
 class Costs(NamedTuple):
@@ -48,7 +43,8 @@ class Costs(NamedTuple):
     peak: int | None
     peak_by: str
     """By which of `COUNTS` the peak is counted."""
-    sent: Mapping[Key, Sent]
+    sent: Mapping[Key, int]
+    """Bytes that a device sends in a step."""
 
 
 COUNTS: Final = ("assigned", "memory_analysis")
@@ -69,7 +65,6 @@ class _SentTable(FileTable):
     axes: Texts
     kind: Any
     bytes: Any
-    per_iteration: Any = None
 
 
 def costs_of(executable: Executable, rows: Sequence[Collective]) -> Costs:
@@ -81,23 +76,24 @@ def costs_of(executable: Executable, rows: Sequence[Collective]) -> Costs:
     versions = {"jax": jax.__version__, "jaxlib": jaxlib_version}
     if mesh is not None:
         versions["devices"] = executable.device_kind
-    sent: dict[Key, Sent] = {}
+    sent: Counter[Key] = Counter()
     for row in rows:
-        size, is_per_iteration = sent.get((row.axes, row.kind), Sent())
-        sent[row.axes, row.kind] = Sent(
-            size + row.sent_at_least, is_per_iteration or row.times is None
-        )
+        sent[_key_of(row)] += row.sent_at_least
     sizes = {} if mesh is None else dict(mesh.shape)
     totals = totals_of(executable)
     is_assigned = isinstance(executable.call.compiled, StoredProgram)
     return Costs(versions, sizes, totals and totals.peak, COUNTS[not is_assigned], sent)
 
 
+def _key_of(row: Collective) -> Key:
+    return row.axes, row.kind + _PER_ITERATION * (row.times is None)
+
+
 def program_lock_text(costs: Costs) -> str:
+    """Return the text of a lock."""
     entries = [
         {"axes": axes, "kind": kind, "bytes": size}
-        | ({"per_iteration": True} if is_per_iteration else {})
-        for (axes, kind), (size, is_per_iteration) in sorted(costs.sent.items())
+        for (axes, kind), size in sorted(costs.sent.items())
     ]
     head = {"format": _FORMAT} | {name: getattr(costs, name) for name in Costs._fields[:4]}
     return lines_of(head, sent=map(checked_json, entries))
@@ -116,27 +112,26 @@ def read_program_lock(data: bytes, name: str) -> Costs:
         mesh = checked_sizes(table.mesh) if table.mesh else {}
         peak = None if table.peak is None else integer("peak", table.peak)
         check_choice("peak_by", table.peak_by, COUNTS)
-        sent: dict[Key, Sent] = {}
+        sent: dict[Key, int] = {}
         for number, entry in enumerate(table.sent):
             where = f"sent[{number}]: "
             cost = record_of(where, entry, _SentTable)
             with at(where):
-                key, size = _read_cost(cost, mesh)
+                key = _key_in_lock(cost, mesh)
                 if key in sent:
                     raise ValueError(f"{_key_label(key)} stands there twice")
-            sent[key] = size
+                sent[key] = integer("bytes", cost.bytes)
     return Costs(table.versions, mesh, peak, table.peak_by, sent)
 
 
-def _read_cost(cost: _SentTable, mesh: Mapping[str, int]) -> tuple[Key, Sent]:
-    for axis in cost.axes:
-        check_choice("an axis", axis, tuple(mesh))
+def _key_in_lock(cost: _SentTable, mesh: Mapping[str, int]) -> Key:
     if cost.axes != tuple(axis for axis in mesh if axis in cost.axes):
         axes = ", ".join(cost.axes)
-        raise ValueError(f"its axes are {axes}: each stands there once, in mesh order")
-    check_choice("kind", cost.kind, KINDS)
-    check_choice("per_iteration", cost.per_iteration, (None, True))
-    return (cost.axes, cost.kind), Sent(integer("bytes", cost.bytes), bool(cost.per_iteration))
+        raise ValueError(
+            f"its axes are {axes}, of {', '.join(mesh)}: each stands there once, in mesh order"
+        )
+    check_choice("kind", cost.kind, (*KINDS, *(kind + _PER_ITERATION for kind in KINDS)))
+    return cost.axes, cost.kind
 
 
 def compared(
@@ -164,16 +159,10 @@ def _changes(
         yield budget_finding("error", message, 0, _FIX, _ANEW)
         return
     for key in sorted(now.sent.keys() | before.sent.keys()):
-        new, old = now.sent.get(key, Sent()), before.sent.get(key, Sent())
-        of_key = [row for row in rows if (row.axes, row.kind) == key]
-        if old.bytes and new.is_per_iteration != old.is_per_iteration and new.bytes:
-            where = "now" if new.is_per_iteration else f"in {name}"
-            message = f"{_key_label(key)}: the trip count is not known {where}: {largest(of_key)}"
-            yield budget_finding("error", message, new.bytes, _GROWN)
-            continue
-        step = "an iteration" if new.is_per_iteration else "a step"
-        what = f"{_key_label(key)}: each device sends {bytes_shown(new.bytes)} in {step}"
-        yield from _change(what, new.bytes, old.bytes, tolerance, largest(of_key))
+        new, old = now.sent.get(key, 0), before.sent.get(key, 0)
+        what = f"{_key_label(key)}: each device sends {bytes_shown(new)} in a step"
+        of_key = [row for row in rows if _key_of(row) == key]
+        yield from _change(what, new, old, tolerance, largest(of_key))
     if now.peak and before.peak and now.peak_by != before.peak_by:
         message = (
             f"the peak is counted by {now.peak_by}, and in {name} by {before.peak_by}: these are "

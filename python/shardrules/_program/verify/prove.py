@@ -56,7 +56,7 @@ class Proof(NamedTuple):
     room: int | None
     """Bytes of memory that a device has for it; None if nothing says."""
     seconds: float
-    """Time that the compiler took, now or when the cache got its code."""
+    """Time that the compiler took, or the cache that had its code."""
     time: ProgramTime | Roofline | None
     """Of a step: with `time=True` by the compiler's cycles; else the bounds by FLOPs and bytes.
     None without described TPUs, whose links and clock are known."""
@@ -124,7 +124,7 @@ def head_of(proof: Proof) -> str:
         need, room = bytes_shown(memory.peak), proof.room and bytes_shown(proof.room)
         fits = "it fits" if proof.fits else "it does not fit"
         text = f"it needs {need} on each device" if room is None else f"{fits}: {need} of {room}"
-    took = f"in {proof.seconds:.1f} s{', earlier: its code is in the cache' * proof.is_cached}"
+    took = f"in {proof.seconds:.1f} s{', as its code was in the cache' * proof.is_cached}"
     return f"{text}, {proof.target}, {took}"
 
 
