@@ -106,7 +106,7 @@ def damaged(data):
     yield "not gzip", b"HloModule"
     yield "a pickle", gzip.compress(b"\x80\x04\x95")
     yield "no text", gzip.compress(b"")
-    yield "text that ends too early", gzip.compress(text[:-200])
+    yield "text that ends too early", gzip.compress(text[:40])
     yield "a bomb", gzip.compress(b"{" + b" " * 2**20)
 
 
