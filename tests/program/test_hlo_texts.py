@@ -61,31 +61,22 @@ SUMS = {
     "train-v5p": TRAIN,
     "train-h100": TRAIN_H100,
     "mlp-v5e": {"all-gather": 3 * 8 * MIB},
-    "mlp-v5e-0.5": {"all-gather": 3 * 8 * MIB},
     "mlp-v5p": {"all-gather": 3 * 8 * MIB},
     "mlp-h100": {"all-gather": 3 * 16 * MIB},
     "mlp-b200": {"all-gather": 3 * 16 * MIB},
-    "mlp-h100-0.5": {"all-gather": 3 * 16 * MIB},
     "windowed-v5e": WINDOWED,
-    "windowed-v5e-0.5": WINDOWED,
     "accumulate-v5e": ACCUMULATE,
-    "accumulate-v5e-0.5": ACCUMULATE,
     "accumulate-v5p": {"all-gather": 4 * 3 * 2 * 2 * MIB, "all-reduce": 4 * 3 * 2 * MIB},
     "accumulate-h100": ACCUMULATE,
     "accumulate-gb200": ACCUMULATE,
-    "accumulate-h100-0.5": ACCUMULATE,
     "ring-v5e": RING,
     "ring-h100": RING,
-    "ring-h100-0.5": RING,
     "decode-v5e": DECODE,
     "decode-h100": DECODE,
     "experts-v5e": EXPERTS,
     "experts-h100": EXPERTS,
-    "experts-h100-0.5": EXPERTS,
     "branches-v5e": BRANCHES,
-    "branches-v5e-0.5": BRANCHES,
     "branches-h100": BRANCHES,
-    "branches-h100-0.5": BRANCHES,
 }
 
 
@@ -103,7 +94,6 @@ def test_expected_rows_are_those_of_the_text(name):
     text = text_of(name)
     rows = hlo_counts.collectives(text)
     assert rows == EXPECTED[name]["collectives"]
-    assert hlo_counts.windows(text) == EXPECTED[name]["windows"]
     assert hlo_counts.totals(rows) == EXPECTED[name]["totals"]
 
 

@@ -28,7 +28,6 @@ _BITS = {
 }
 _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.-]+)")
-_PAIR = re.compile(r"\{(\d+),(\d+)\}")
 _GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)="
     r"(mesh\[[^\]]*\][^{]*\{[^}]*\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|\{\{.*?\}\}|\{\})"
@@ -209,62 +208,6 @@ def _row(computation: Computation, line: Line) -> dict[str, Any] | None:
         "result_bytes": size(result),
         "groups": groups[1],
     }
-
-
-def windows(text: str) -> list[dict[str, Any]]:
-    """A row for each loop of permutes that stands for a gather or a scatter of a matmul."""
-    module, entry = parse(text)
-    rows: list[dict[str, Any]] = []
-
-    def walk(name: str, times: int) -> None:
-        computation = module[name]
-        for callee, count, _, line in _calls(module, computation):
-            kind = re.search(r"windowed_dot_general_body_(ag|rs)", callee)
-            if kind and line.opcode == "while":
-                rows.append(_window(module, computation, line, kind[1]) | {"times": times})
-            elif count is not None:
-                walk(callee, times * count)
-
-    walk(entry, 1)
-    return rows
-
-
-def _window(module: Module, computation: Computation, loop: Line, kind: str) -> dict[str, Any]:
-    starts = [
-        x for x in module[loop.attribute("body")].values() if x.opcode == "collective-permute-start"
-    ]
-    if kind == "ag":
-        dones = [computation[name] for name in computation[loop.operands[0]].operands]
-        outside = [x.operands[0] for x in dones if x.opcode == "collective-permute-done"]
-    else:
-        parts = [x.name for x in computation.values() if loop.name in x.operands]
-        outside = [
-            x.name
-            for x in computation.values()
-            if x.opcode == "collective-permute-start" and x.operands[0] in parts
-        ]
-    (around,) = outside
-    count = trips(module, computation, loop)
-    assert count is not None
-    pairs = [(int(a), int(b)) for a, b in _PAIR.findall(starts[0].rest)]
-    shard = size(computation[computation[around].operands[0]].shape)
-    shards = _ring(dict(pairs))
-    return {
-        "kind": "all-gather" if kind == "ag" else "reduce-scatter",
-        "while": loop.name,
-        "around": around,
-        "permutes": len(starts) * count + 1,
-        "shards": shards,
-        "shard_bytes": shard,
-        "bytes": shards * shard,
-    }
-
-
-def _ring(target: dict[int, int]) -> int:
-    place, length = target[0], 1
-    while place != 0:
-        place, length = target[place], length + 1
-    return length
 
 
 def totals(rows: list[dict[str, Any]]) -> dict[str, int]:

@@ -150,7 +150,6 @@ def recorded(
             if isinstance(getattr(memory, name), int) and not name.startswith(("_", "host_"))
         },
         "totals": hlo_counts.totals(rows),
-        "windows": hlo_counts.windows(text),
         "collectives": rows,
     }
 
@@ -192,7 +191,7 @@ def _json(entries: Mapping[str, Any]) -> str:
     """A line for each collective, so that a diff can be read."""
     blocks = []
     for name, entry in entries.items():
-        rows = {key: entry[key] for key in ("windows", "collectives")}
+        rows = {key: entry[key] for key in ("collectives",)}
         head = json.dumps({k: v for k, v in entry.items() if k not in rows}, indent=1)
         lists = ",\n ".join(
             f'"{key}": [' + ",".join(f"\n  {json.dumps(row)}" for row in value) + "]"

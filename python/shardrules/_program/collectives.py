@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Final, Literal, NamedTuple
 
 from shardrules._base.text import Place, record
-from shardrules._program.computation import Shape, trips
+from shardrules._program.computation import Shape
 from shardrules._program.hlo import CollectiveOp, CollectiveOpcode, Hlo
 
 Moved = Literal["argument", "gradient", "state", "activation", "unexplained"]
@@ -25,7 +23,6 @@ class Exchange(NamedTuple):
     op: CollectiveOp
     number: int
     """Index of the array among the results."""
-    kind: CollectiveOpcode
     axes: tuple[str, ...]
     shape: Shape
     """Shape of what is moved, as one device has it before or behind: the larger one."""
@@ -105,14 +102,8 @@ def is_called(op_name: str) -> bool:
 
 def exchanges(hlo: Hlo, axis_sizes: Mapping[str, int]) -> Iterator[Exchange]:
     """Yield the arrays that collectives move, in the order of the text."""
-    windows = _window_loops(hlo)
-    around = {op.instruction.name for window in windows.values() for op in window.ops}
     for op in hlo.collectives:
-        axes = op.groups.axes(axis_sizes) if axis_sizes else ()
-        if window := windows.pop(op.computation, None):
-            yield window.exchange(axes)
-        if op.instruction.name not in around:
-            yield from _exchanges_of(op, axes)
+        yield from _exchanges_of(op, op.groups.axes(axis_sizes) if axis_sizes else ())
 
 
 def _exchanges_of(op: CollectiveOp, axes: tuple[str, ...]) -> Iterator[Exchange]:
@@ -123,7 +114,7 @@ def _exchanges_of(op: CollectiveOp, axes: tuple[str, ...]) -> Iterator[Exchange]
         sizes = [sum(sizes)]  # its results are pieces of one array
     for number, size in enumerate(sizes):
         sent = _sent_bytes(op, size)
-        yield Exchange(op, number, op.kind, axes, shapes[number], size, sent, op.times)
+        yield Exchange(op, number, axes, shapes[number], size, sent, op.times)
 
 
 def _sent_bytes(op: CollectiveOp, size: int) -> int:
@@ -132,50 +123,3 @@ def _sent_bytes(op: CollectiveOp, size: int) -> int:
     devices = len(op.groups[0])
     rounds = 2 if op.kind == "all-reduce" else 1
     return round(rounds * size * (devices - 1) / devices)
-
-
-class _Window(NamedTuple):
-    """Loop of collective-permutes that XLA has made of one collective and a product."""
-
-    kind: CollectiveOpcode
-    ops: list[CollectiveOp]
-    """Permutes in the loop, and those of its first or last part."""
-    trips: int | None
-    computation: str
-    """Computation that the loop is in."""
-    times: int | None
-
-    def exchange(self, axes: tuple[str, ...]) -> Exchange:
-        """Return what all permutes of the loop move together."""
-        first = self.ops[0]
-        in_loop = [op for op in self.ops if op.computation == first.computation]
-        size = sum(op.results[0].bytes for op in self.ops if op not in in_loop)
-        size += sum(op.results[0].bytes for op in in_loop) * (self.trips or 1)
-        times = None if self.trips is None else self.times
-        return Exchange(first, 0, self.kind, axes, first.results[0], size, size, times)
-
-
-_WINDOW: Final = re.compile(r"windowed_dot_general_body_(ag|rs)")
-_WINDOW_KINDS: Final[dict[str, CollectiveOpcode]] = {"ag": "all-gather", "rs": "reduce-scatter"}
-
-
-def _window_loops(hlo: Hlo) -> dict[str, _Window]:
-    """Find such loops, by the name of their body."""
-    permutes = defaultdict(list)
-    for op in hlo.collectives:
-        if op.kind == "collective-permute":
-            permutes[op.computation].append(op)
-    windows = {}
-    for body, ops in permutes.items():
-        match, callers = _WINDOW.search(body), list(hlo.callers(body))
-        if match is None or len(callers) != 1:
-            continue
-        computation, loop = callers[0]
-        names = (loop.op_name, ops[0].results)
-        parts = [
-            op for op in permutes[computation] if (op.instruction.op_name, op.results) == names
-        ]
-        count = trips(hlo.computations, hlo[computation], loop)
-        kind = _WINDOW_KINDS[match[1]]
-        windows[body] = _Window(kind, ops + parts, count, computation, hlo.times(computation))
-    return windows

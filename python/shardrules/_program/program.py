@@ -149,7 +149,7 @@ class Program:
         instruction = row.op.instruction
         reason = REASONS["unknown" if asked is None else asked.reason]
         return Collective(
-            kind=row.kind,
+            kind=row.op.kind,
             axes=row.axes,
             shape=str(row.shape),
             payload=row.payload,

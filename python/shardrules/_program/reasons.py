@@ -177,9 +177,9 @@ class Row:
         self.exchange = exchange
         self._values = reasons.values
         self._facts = reasons.facts
-        self.kind = exchange.kind
+        self.kind = exchange.op.kind
         self.axes = frozenset(exchange.axes)
-        self.is_sum = exchange.kind in REDUCTIONS
+        self.is_sum = self.kind in REDUCTIONS
         times = 1 if exchange.times is None else exchange.times
         self.sent = exchange.sent_once * times
         self.is_small = self.sent < reasons.small
@@ -264,11 +264,10 @@ class Row:
     def is_ring(self) -> bool:
         """True if a product gets one part after another, each sent on around a ring.
 
-        TPUs compute so what is gathered for a product, or scattered behind it: in a loop, which is
-        of another kind than its permutes, or one by one.
+        TPUs compute so what is gathered for a product, or scattered behind it.
         """
         pairs = self.exchange.op.groups
-        return self.kind != self.exchange.op.kind or (
+        return (
             self.kind == "collective-permute"
             and self.called_name in _PRODUCT_NAMES
             and {source for source, _ in pairs} == {target for _, target in pairs}
