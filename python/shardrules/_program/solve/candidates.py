@@ -288,7 +288,7 @@ def _costs(layout: Contender, program: Program, peak: int) -> StepCost:
         if axes:
             size = row.sent_once * (1 if row.times is None else row.times)
             sent[axes] += size
-            seconds[axes] += space.machine.seconds(row.kind, axes, size)
+            seconds[axes] += space.machine.seconds(row.op.kind, axes, size)
     # What is sent beyond the gathers and sums of weights that are predicted, products wait for.
     price, hidden = Price(spread, space.machine), defaultdict[tuple[str, ...], float](float)
     for one in spread.sent:
