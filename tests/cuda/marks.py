@@ -10,5 +10,5 @@ from shardrules._program.topologies.gpu import has_plugin
 
 needs_cuda = pytest.mark.skipif(
     not has_plugin() or os.environ.get("JAX_PLATFORMS") != "cpu",
-    reason="JAX's plugin for CUDA is not installed, or JAX_PLATFORMS not cpu: make test-cuda",
+    reason="JAX's plugin for CUDA is not installed, or JAX_PLATFORMS not cpu: see CONTRIBUTING.md",
 )

@@ -50,7 +50,7 @@ NOT_RUN = {
     ],
     "docs/budgets.md": ["train is yours; tests/tpu runs the same options on a step of its own"],
     "docs/ci.md": ["tests/cli/test_project.py has such a step"],
-    "docs/multihost.md": [
+    "docs/meshes.md": [
         "needs several processes; tests/support/process_worker.py is the one that runs"
     ],
 }

@@ -1,4 +1,4 @@
-"""What an installation must be able to do: run by `make test-dist` where there is only a wheel.
+"""What an installation must be able to do: run by `make dist` where there is only a wheel.
 
     cd /elsewhere && python -I .../tests/packaging/smoke.py
 

@@ -29,7 +29,9 @@ def test_public_api():
     changes = list(
         difflib.unified_diff(pinned, api.api().splitlines(), "pinned", "now", lineterm="", n=0)
     )
-    assert not changes, "see CONTRIBUTING.md; `make api` pins it anew:\n" + "\n".join(changes)
+    assert not changes, (
+        "see CONTRIBUTING.md; `python -m tests.support.api` pins it anew:\n" + "\n".join(changes)
+    )
 
 
 def test_public_modules_have_what_they_offer():

@@ -7,5 +7,5 @@ import importlib.util
 import pytest
 
 needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: make test-tpu"
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: make test-all"
 )
