@@ -31,15 +31,7 @@ def test_each_kind_has_a_section():
     assert sorted(re.findall(r"^### (.*)$", PAGE, re.M)) == sorted({*CHECK, *VERIFY})
 
 
-def test_the_table_of_mends_names_kinds():
-    table = PAGE.partition("| `mend` is |")[2].partition("\n\n")[0]
-    cells = " ".join(line.rsplit("|", 2)[1] for line in table.splitlines()[2:])
-    assert {*re.findall(r"`([a-z-]+)`", cells)} - {"audit"} <= {*CHECK, *VERIFY}
-    assert "`unmatched`" in cells
-
-
 @pytest.mark.parametrize("kind", [*CHECK, *VERIFY])
-def test_a_section_says_the_level_and_the_way_out(kind):
+def test_a_section_says_the_level(kind):
     text = PAGE.partition(f"\n### {kind}\n")[2].partition("\n#")[0].strip()
     assert re.match(r"\*\*(Error|Warning|Info)\b", text), text
-    assert len(text.split("\n\n")) > 1, f"{kind}: what to do about it"

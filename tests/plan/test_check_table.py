@@ -281,11 +281,8 @@ NNX_VALUE = [
     Row("not where it wins nothing", OF_NNX, [("kernel", ("fsdp", "tp")), ("value", "tp")], None),
     Row("some leaves only so", {**ATTN, **OF_NNX}, [("attn.*value", ("fsdp", "tp")), ("kernel", ("tp", "fsdp"))], {
         "level": "warning", "rule": 0, "paths": ("attn/query/kernel/value",), "advises": "use the dialect NNX"}),
-    Row("perhaps on purpose", {**OF_NNX, "norm": {"scale": {"value": LARGE}}}, [("kernel/v", ("fsdp", "tp")), ("scale/v", ("tp", "fsdp"))],
-        [{"level": "info", "rule": 0, "leaves": 2}, {"level": "info", "rule": 1, "leaves": 1}]),
+    Row("not what is perhaps meant so", {**OF_NNX, "norm": {"scale": {"value": LARGE}}}, [("kernel/v", ("fsdp", "tp")), ("scale/v", ("tp", "fsdp"))], None),
     Row("not a tree of specs", OF_NNX, jax.tree.map(lambda _: P("fsdp", "tp"), OF_NNX), None),
-    Row("patterns that end before it", OF_NNX, [("query/kernel$", "tp"), ("bias$", "tp"), ("kernel", ("fsdp", "tp"))], {
-        "level": "warning", "rule": 0, "paths": ("query/kernel/value",), "says": "matches 1 leaf only without the '/value'"}),
     *(Row(f"{pattern!r} in the dialect", OF_NNX, sr.Rules([(pattern, ("fsdp", "tp")), (".*", ())], NNX), None)
       for pattern in ("query|key|value", "kernel/value$", "kernel$")),
 ]  # fmt: skip
@@ -309,20 +306,6 @@ SHADOWED = [
     Row("no mend moves rules", {"w": LARGE, "v": LARGE}, [("w|v", P("fsdp", "tp")), ("v", P("tp", "fsdp"))], {"mend": ""}),
 ]  # fmt: skip
 
-FIRST = ("layers/[0-2]/w", ("fsdp", "tp"))
-SIBLINGS = [
-    Row("other specs", {"layers": [{"w": LARGE}] * 5}, [FIRST, ("w", ("tp", "fsdp"))], {
-        "level": "warning", "leaves": 5, "paths": ("layers/{0..2}/w", "layers/{3,4}/w"),
-        "message": "5 leaves that differ only in numbers get 2 specs, P('fsdp', 'tp') and P('tp', 'fsdp'), by rules 0, 1"}),
-    Row("none at all", {"layers": [{"w": LARGE}] * 5}, [FIRST], {"says": "P('fsdp', 'tp') and none, by rule 0"}),
-    Row("not by other rules alike", {"layers": [{"w": LARGE}] * 5}, [FIRST, ("w", ("fsdp", "tp"))], None),
-    *(Row(f"not of others: {other}", {"layers": [{"w": LARGE}] * 3 + [{"w": other}] * 2}, [FIRST, ("w", ("tp", "fsdp"))], None)
-      for other in (array(1024, 4096), array(4096, 1024, dtype="bfloat16"))),
-    Row("not where the number is a part of a name", {"w1": LARGE, "w2": LARGE}, [("w1", ("fsdp", "tp")), ("w2", ("tp", "fsdp"))], None),
-    Row("its mend", {"w": LARGE, "x": [LARGE, LARGE]}, [*SHARDED, ("x/0", P("fsdp", "tp")), ("x/1", P("tp", "fsdp"))], {
-        "mend": r"(r'x/\d+', P(...))", "spec": P("fsdp", "tp")}),
-]  # fmt: skip
-
 HUNDRED = {"w": [LARGE] * 100}
 UNUSED_AXIS = [
     Row("an axis", {"w": LARGE}, SHARDED, {
@@ -335,7 +318,7 @@ UNUSED_AXIS = [
         "advises": "correct the rule; or declare"}, {"dp": 4, **MESH}),
     Row("not of one device", {"w": LARGE}, SHARDED, None, {"dp": 1, **MESH}),
     Row("a mesh four times as large that holds as much", HUNDRED, SHARDED, {
-        "level": "warning", "bytes": 100 * 16 * MIB // 32 * 3 // 4, "mend": r"(r'w/\d+', P(...))"}, {"dp": 4, **MESH}),
+        "level": "warning", "bytes": 100 * 16 * MIB // 32 * 3 // 4}, {"dp": 4, **MESH}),
     Row("declared", HUNDRED, SHARDED, None, {"dp": 4, **MESH}, options={"data_axes": ["dp"]}),
 ]  # fmt: skip
 
@@ -376,7 +359,7 @@ COMPANION = [
 TABLE = {
     "unmatched": UNMATCHED, "misfit": MISFIT, "catch-all": CATCH_ALL, "replicated": REPLICATED, "memory": MEMORY,
     "correction": CORRECTION, "unknown-axis": UNKNOWN_AXIS, "uncut": UNCUT, "half-head": HALF_HEAD, "nnx-value": NNX_VALUE,
-    "dead": DEAD, "shadowed": SHADOWED, "siblings": SIBLINGS, "unused-axis": UNUSED_AXIS, "companion": COMPANION,
+    "dead": DEAD, "shadowed": SHADOWED, "unused-axis": UNUSED_AXIS, "companion": COMPANION,
 }  # fmt: skip
 ROWS = [
     pytest.param(kind, row, id=f"{kind}: {row.what}")

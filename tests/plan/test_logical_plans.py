@@ -462,9 +462,8 @@ class TestChecks:
         )
         assert found.level == "warning"
         assert "fewer names than dimensions" in found.message
-        assert "should be among them" not in found.message
 
-    def test_a_name_that_is_missing_and_its_rule_for_no_leaf_are_one_finding(self):
+    def test_a_name_that_is_missing_and_its_rule_for_no_leaf(self):
         """Flax's own example names the kernels of attention ('embed', 'kv'), and heads nowhere."""
         rules = [("batch", "data"), ("embed", "fsdp"), ("heads", "tp"), ("kv", None), ("mlp", "tp")]
         tree = {"q": array((1024, 16, 64)), "mlp": array((1024, 4096))}
@@ -473,8 +472,8 @@ class TestChecks:
         plan = sr.plan(tree, sr.LogicalRules(rules), mesh, names=names)
         (fewer, dead) = plan.check()
         assert (fewer.kind, fewer.level, fewer.paths) == ("unnamed", "warning", ("q",))
-        assert "; perhaps 'heads' (rule 2), which no leaf has, should be among" in fewer.message
-        assert (dead.kind, dead.message.endswith(": 'batch'")) == ("dead", True)
+        assert "names count from the first dimension" in fewer.message
+        assert (dead.kind, dead.message.endswith(": 'batch', 'heads'")) == ("dead", True)
         right = {**names, "q": ("embed", "heads", "kv")}
         (dead,) = sr.plan(tree, sr.LogicalRules(rules), mesh, names=right).check()
         assert dead.kind == "dead"
@@ -482,16 +481,6 @@ class TestChecks:
     def test_more_names_than_dimensions_are_a_correction(self):
         found = self.found(("embed", "mlp"), shape=(4096 * 4096,))
         assert "correction" in kinds_of(found)
-
-    def test_an_axis_that_another_dimension_has_is_told(self):
-        (found,) = (one for one in self.found(("mlp", "vocab")) if one.kind == "taken")
-        assert (
-            "rule 3 'mlp' -> 'tp': nothing cuts 'mlp' in 1 leaf, as 'vocab' has the axes"
-            in found.message
-        )
-        assert "taken" not in kinds_of(
-            self.found(("mlp", "vocab"), mesh={"fsdp": 2, "tp": 1, "dp": 1})
-        )
 
     def test_an_axis_that_the_mesh_lacks_is_an_error_though_another_rule_wins(self):
         rules = sr.LogicalRules([("embed", "fdsp"), ("embed", "fsdp"), ("mlp", "tp")])

@@ -281,13 +281,6 @@ class TestCheck:
         assert there.sharding.memory_kind == "unpinned_host"
         assert jax.jit(lambda x: x)(there).sharding.memory_kind == "device"
 
-    def test_siblings_in_two_kinds_of_memory_are_told(self):
-        """A pattern for numbers of one digit forgets the others."""
-        tree = {"layers": [{"w": array(8, 8)} for _ in range(12)]}
-        rules = [(r"layers/\d/", on_host("fsdp")), ("", "fsdp")]
-        (one,) = of_kind(sr.plan(tree, rules, {"fsdp": 2}).check(), "siblings")
-        assert "P('fsdp', None) in pinned_host and P('fsdp', None)" in one.message
-
     def test_what_is_replicated_in_the_host_s_memory_is_told_as_ever(self):
         found = sr.plan({"w": self.LARGE}, [("w", on_host(()))], {"fsdp": 2}).check()
         (one,) = of_kind(found, "replicated")

@@ -1,32 +1,30 @@
 """Kinds of findings of `Plan.check`, for type checkers and readers: `python -m tests.support.check_kinds` writes them.
 
-Each check registers its kind, its levels and what it is about; `CheckKind` and the table of docs/findings.md are made of that.
+Each check registers its kind, its levels and what it is about; `CheckKind` and the list of docs/findings.md are made of that.
 """
 
 from __future__ import annotations
 
 import re
 
-from shardrules._plan import check
-from shardrules._plan.check_context import KINDS
+from shardrules._plan.check import KINDS  # its modules have registered theirs
 from tests.support.folders import ROOT
 
-assert check.CHECKS  # its modules have registered theirs
 LITERAL = ROOT / "python" / "shardrules" / "_plan" / "findings.py"
 PAGE = ROOT / "docs" / "findings.md"
 _IN_LITERAL = re.compile(r"(?<=^CheckKind = Literal\[\n).*?(?=^\]$)", re.M | re.S)
-_IN_PAGE = re.compile(r"(?<=^\| kind \| level \| about \|\n\|---\|---\|---\|\n)(\|[^\n]*\n)*", re.M)
+_IN_PAGE = re.compile(r"(?<= writes this list\.\n\n).*?(?=\n## )", re.S)
 
 
 def written():
     """{file: its text, with the kinds as they are registered}."""
     names = "".join(f'    "{kind}",\n' for kind in KINDS)
-    rows = "".join(
-        f"| [{kind}](#{kind}) | {row.levels} | {row.about} |\n" for kind, row in KINDS.items()
+    sections = "\n".join(
+        f"### {kind}\n**{row.levels.capitalize()}**: {row.about}.\n" for kind, row in KINDS.items()
     )
     return {
         LITERAL: _IN_LITERAL.sub(lambda _: names, LITERAL.read_text(encoding="utf-8"), 1),
-        PAGE: _IN_PAGE.sub(lambda _: rows, PAGE.read_text(encoding="utf-8"), 1),
+        PAGE: _IN_PAGE.sub(lambda _: sections, PAGE.read_text(encoding="utf-8"), 1),
     }
 
 

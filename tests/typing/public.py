@@ -70,7 +70,7 @@ def choices() -> None:
     sr.RuleSpec("tp", memory_kind="pinned_hsot")  # type: ignore[arg-type]
     sr.RuleSpec("tp", optional_axes="tp")  # type: ignore[arg-type]
     replace(sr.dialects.KERAS, match=("exact", "find"))  # type: ignore[arg-type]
-    findings = sr.plan(PARAMS, RULES, MESH).check(levels={"dead": "off", "siblings": "error"})
+    findings = sr.plan(PARAMS, RULES, MESH).check(levels={"dead": "off", "uncut": "error"})
     findings.at_least("warning")
     findings.at_least("warn")  # type: ignore[arg-type]
     sr.plan(PARAMS, RULES, MESH).check(levels={"dead": "none"})  # type: ignore[dict-item]

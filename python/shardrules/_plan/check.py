@@ -7,7 +7,6 @@ those of rules: unmatched, dead and shadowed ones, specs that do not fit, unused
 from __future__ import annotations
 
 import itertools
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -28,7 +27,6 @@ from shardrules._plan.check_context import (
     renamed_axes,
     rules_listed,
 )
-from shardrules._plan.check_leaves import advice
 from shardrules._plan.findings import (
     LEVELS,
     CheckKind,
@@ -47,7 +45,6 @@ from shardrules._plan.kinds import (
     axes_named,
     could_cut,
     is_replicated,
-    placement_shown,
     refusal_of,
 )
 
@@ -87,10 +84,6 @@ def run_checks(
     return Findings(findings, f"{scope}; not looked for: {off}" if off else scope)
 
 
-# A number that ends a name, as in w1 and w2, is a part of the name.
-_NUMBERS_OF_SIBLINGS: Final = re.compile(r"(?<![A-Za-z0-9])[0-9]+")
-
-
 # Logical rules are often for other trees as well: see `dead_names`.
 @check_of("dead", "warning, info", "rules that match no leaf; info for logical rules",
           rules_of="paths")  # fmt: skip
@@ -119,36 +112,6 @@ def shadowed_rules(context: CheckContext) -> Iterator[Finding]:
             rule=rule,
             leaves=leaves,
         )
-
-
-@check_of("siblings", "warning", "leaves that differ only in numbers, with different specs")
-def siblings(context: CheckContext) -> Iterator[Finding]:
-    plan = context.plan
-    arrays = [(kind.shape, str(kind.dtype)) for kind in context.kinds]
-    if len(set(arrays)) == len(arrays):
-        return
-    spec_of = ["none" if kind.spec is None else placement_shown(kind) for kind in context.kinds]
-    specs_of: dict[Any, set[str]] = defaultdict(set)
-    for array, spec in zip(arrays, spec_of, strict=True):
-        specs_of[array].add(spec)
-    groups: dict[Any, list[Folded]] = defaultdict(list)
-    for part in plan.folded:
-        array = arrays[part.group]
-        if len(specs_of[array]) > 1:
-            template = _NUMBERS_OF_SIBLINGS.sub("#", plan.paths[part.rows[0]])
-            groups[template, array].append(part)
-    for folded in groups.values():
-        specs = dict.fromkeys(spec_of[part.group] for part in folded)
-        if len(specs) > 1:
-            rules = rules_listed(context.rules_of(folded))
-            yield finding(
-                "siblings",
-                f"{counted(leaves_in(folded), 'leaf')} that differ only in numbers get "
-                f"{len(specs)} specs, {' and '.join(specs)}" + (f", by {rules}" if rules else ""),
-                "let one rule match them all, or see why the patterns tell them apart",
-                folded,
-                mend=added_rule(plan, folded, opens_numbers=True),
-            )
 
 
 @check_of("uncut", "warning", "leaves that a mesh axis could cut, as it cuts others like them")
@@ -254,7 +217,7 @@ def unused_axes(context: CheckContext) -> Iterator[Finding]:
             level="warning" if is_warning else "info",
             rule=only_one(alone),
             bytes=cost,
-            mend=f"data_axes=[{axis!r}]" if is_for_data else added_rule(plan, could),
+            mend=f"data_axes=[{axis!r}]" * is_for_data,
         )
 
 
@@ -280,8 +243,7 @@ def unmatched(context: CheckContext) -> Iterator[Finding]:
         yield finding(
             "unmatched",
             f"no rule matches {leaves} of {len(context.plan.paths):,}",
-            f"add rules for them{example}; or replicate them by a last rule ('.*', P())"
-            f"{advice(context, folded)}",
+            f"add rules for them{example}; or replicate them by a last rule ('.*', P())",
             folded,
             mend=mend,
             bytes=context.device_bytes(folded),
@@ -312,7 +274,6 @@ def misfits(context: CheckContext) -> Iterator[Finding]:
             folded,
             rule=kind.rule,
             bytes=context.device_bytes(folded),
-            mend=added_rule(context.plan, folded),
         )
 
 
@@ -391,7 +352,7 @@ def corrections(context: CheckContext) -> Iterator[Finding]:
             level=None if is_much or is_unknown or is_refused else "info",
             rule=only_one(rules),
             bytes=cost,
-            mend=_mend_of_loss(context, first, folded, rules, is_unknown=is_unknown),
+            mend=_mend_of_loss(context, first, rules) if is_unknown else "",
         )
 
 
@@ -427,13 +388,11 @@ def _deciding(context: CheckContext, folded: Folded, loss: Loss) -> tuple[int, .
     return tuple([*lost, *decided][:1])
 
 
-def _mend_of_loss(
-    context: CheckContext, loss: Loss, folded: list[Folded], rules: list[int], *, is_unknown: bool
-) -> str:
+def _mend_of_loss(context: CheckContext, loss: Loss, rules: list[int]) -> str:
     """Return the rule with the axis that was meant, or the argument that declares the loss."""
-    if is_unknown and not loss.meant:
+    if not loss.meant:
         return f"optional_axes={list(loss.axes)}"
-    if is_unknown and rules and context.path_rules is not None:
-        names = dict(zip(loss.axes, loss.meant, strict=False))
-        return renamed_axes(context.plan.rules[rules[0]], names)
-    return added_rule(context.plan, folded) if loss.kind in ("rank", "duplicate") else ""
+    if not rules or context.path_rules is None:
+        return ""
+    names = dict(zip(loss.axes, loss.meant, strict=False))
+    return renamed_axes(context.plan.rules[rules[0]], names)

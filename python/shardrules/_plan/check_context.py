@@ -14,7 +14,7 @@ import numpy as np
 from shardrules._base.rule_specs import Fsdp, RuleSpec, rule_spec, rule_spec_shown, rule_with_axes
 from shardrules._plan.findings import CheckKind, Declared, Finding, Level, compiled_replicated
 from shardrules._plan.fold import Folded, fold, runs_of
-from shardrules._plan.kinds import Kind, axes_named, axes_used, could_cut, is_replicated
+from shardrules._plan.kinds import Kind, axes_named, axes_used, is_replicated
 from shardrules._plan.leaves import UNMATCHED, first_rules
 from shardrules._rules.rules import Rules
 
@@ -252,21 +252,6 @@ class CheckContext:
             [kind.names and len(kind.names) < len(kind.shape or ()) for kind in self.kinds]
         )
 
-    @cached_property
-    def missing_names(self) -> list[int]:
-        """The rules for names of no leaf that leaves with fewer names than dimensions may lack.
-
-        Their axes cut other leaves, and could cut all of these further.
-        """
-        lacking = [self.kinds[part.group] for part in self.fewer_names]
-        return [
-            rule
-            for rule in self.dead
-            for axes in [axes_named(self.plan._spec_of_rule(rule)) & self.used_axes]
-            if lacking and axes and isinstance(self.plan.rules[rule][0], str)
-            if all(could_cut(axis, kind, self.sizes) for axis in axes for kind in lacking)
-        ]
-
     def optional_axes_of(self, rule: int | None) -> frozenset[str]:
         """Return the mesh axes that a mesh may lack, as far as this rule is concerned."""
         declared = () if rule is None else rule_spec(self.plan.rules[rule][1]).optional_axes
@@ -304,16 +289,11 @@ class CheckContext:
 _MOST_NUMBERS: Final = 16
 
 
-def added_rule(plan: Plan, wanted: Sequence[Folded], *, opens_numbers: bool = False) -> str:
+def added_rule(plan: Plan, wanted: Sequence[Folded]) -> str:
     """Write a rule for the first of these leaves, to stand before all others.
 
     P(...) stands for the spec to choose. Beside the first, the rule may match others that are
     wanted. "" if there is no such pattern, or another rule matches where a single one may.
-
-    Args:
-        plan: The plan that the leaves are of.
-        wanted: Leaves that a finding is about.
-        opens_numbers: Whether the rule is for all that differ from the first in numbers alone.
     """
     rules, sources = plan._leaves.path_rules, plan.sources
     if rules is None or not wanted:
@@ -324,24 +304,21 @@ def added_rule(plan: Plan, wanted: Sequence[Folded], *, opens_numbers: bool = Fa
     rows = {row for part in wanted for row in part.rows.tolist()}
     firsts = [int(part.rows[0]) for part in plan.folded]
     others = [sources[row] for row in firsts if row not in rows]
-    for pattern in _patterns(wanted[0].parts, opens_numbers):
+    for pattern in _patterns(wanted[0].parts):
         rule = Rules([(pattern, ())], rules.dialect)
         if rule.all_matches(path) and not any(map(rule.all_matches, others)):
             return f"({_pattern_shown(pattern)}, P(...))"
     return ""
 
 
-def _patterns(parts: Sequence[str], opens_numbers: bool) -> Iterator[str]:
+def _patterns(parts: Sequence[str]) -> Iterator[str]:
     r"""Yield patterns of these paths, the loosest first: \d+ stands for their numbers."""
     texts = [re.escape(text).replace(r"\-", "-") for text in parts[::2]]
-    if opens_numbers:
-        texts = [re.sub("[0-9]+", r"\\d+", text) for text in texts]
     regex = r"\d+".join(texts)
     yield regex
     yield f"^{regex}$"
-    if not opens_numbers:
-        listed = [*map(_numbers_listed, parts[1::2]), ""]
-        yield f"^{''.join(part for pair in zip(texts, listed, strict=True) for part in pair)}$"
+    listed = [*map(_numbers_listed, parts[1::2]), ""]
+    yield f"^{''.join(part for pair in zip(texts, listed, strict=True) for part in pair)}$"
 
 
 def _numbers_listed(numbers: str) -> str:

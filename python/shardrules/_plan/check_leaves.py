@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -76,44 +76,27 @@ def following(context: CheckContext) -> Iterator[Finding]:
             )
 
 
-class _Missed(NamedTuple):
-    """Leaves that a record of a table finds."""
-
-    folded: Folded
-    path: str
-    """Of the first of them."""
-    companion: Companion
-    rule: int
-    """The rule that their base's path meets."""
-    shape_of_base: tuple[int, ...] | None
-    """None if their base is not in the tree."""
-
-
-def advice(context: CheckContext, folded: Sequence[Folded]) -> str:
-    """Return the part of a fix that counts the leaves that a table would lead to a rule."""
-    leaves = {
-        name: leaves_in(missed.folded for missed in _missed(context, folded, table))
-        for name, table in _TABLES.items()
-    }
-    return "".join(
-        f"; or give companions=shardrules.{name}: {count:,} of them then follow other leaves' rules"
-        for name, count in leaves.items()
-        if count
-    )
-
-
 @check_of("companion")
 def cut_ranks(context: CheckContext) -> Iterator[Finding]:
     """Factors of LoRA that a rule for their kernel decides, as if they were the kernel."""
+    plan, rules = context.plan, context.path_rules
     cut: dict[int, list[Folded]] = defaultdict(list)
-    named = [part for part in context.plan.folded if "lora_" in "".join(part.parts)]
-    for missed in _missed(context, named, LORA) if named else ():
-        kind = context.kinds[missed.folded.group]
-        if kind.rule == missed.rule and kind.spec is not None:
-            dims = dims_at(missed.companion, missed.path, kind.shape, missed.shape_of_base)
-            entries = zip(dims, kind.spec, strict=False)
+    for part in plan.folded if rules is not None else ():
+        row, kind = int(part.rows[0]), context.kinds[part.group]
+        path, shape = plan.paths[row], kind.shape
+        if "lora_" not in path or shape is None or row in plan._leaves.links:
+            continue
+        records = (record for record in LORA if fits_rank(record, len(shape)))
+        record = next((each for each in records if _finder(each).all_matches(path)), None)
+        if record is None or rules is None or kind.rule is None or kind.spec is None:
+            continue
+        base = base_path(record, path)
+        if first_rules(rules, [base])[base] == kind.rule:
+            kernel = plan._leaves.rows.get(base)
+            kernel_shape = None if kernel is None else plan.kinds[plan.kind_of[kernel]].shape
+            entries = zip(dims_at(record, path, shape, kernel_shape), kind.spec, strict=False)
             if any(dim is None and entry is not None for dim, entry in entries):
-                cut[missed.rule].append(missed.folded)
+                cut[kind.rule].append(part)
     for rule, folded in cut.items():
         yield finding(
             "companion",
@@ -127,34 +110,9 @@ def cut_ranks(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _missed(
-    context: CheckContext, folded: Iterable[Folded], table: tuple[Companion, ...]
-) -> Iterator[_Missed]:
-    """Yield the leaves that follow nothing, and would, by the table, follow what a rule matches."""
-    plan, rules = context.plan, context.path_rules
-    if rules is None:
-        return
-    of_rank: dict[int, dict[str, Folded]] = defaultdict(dict)
-    for part in folded:
-        shape = context.kinds[part.group].shape
-        if shape is not None and int(part.rows[0]) not in plan._leaves.links:
-            of_rank[len(shape)][plan.paths[part.rows[0]]] = part
-    for rank, free in of_rank.items():
-        fitting = tuple(record for record in table if fits_rank(record, rank))
-        first = first_rules(_finder(fitting), free)
-        records = {path: fitting[index] for path, index in first.items() if index >= 0}
-        bases = {path: base_path(record, path) for path, record in records.items()}
-        of_base = first_rules(rules, bases.values())
-        for path, base in bases.items():
-            if of_base[base] >= 0:
-                row = plan._leaves.rows.get(base)
-                shape = None if row is None else plan.kinds[plan.kind_of[row]].shape
-                yield _Missed(free[path], path, records[path], of_base[base], shape)
-
-
 @cache
-def _finder(table: tuple[Companion, ...]) -> Rules:
-    return Rules([(record.pattern, None) for record in table])
+def _finder(record: Companion) -> Rules:
+    return Rules([(record.pattern, None)])
 
 
 _MOST_LEAVES: Final = 5

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from itertools import chain, repeat
 from math import prod
 from typing import Any, Final
 
@@ -17,9 +17,8 @@ from shardrules._plan.check_context import (
     check_of,
     finding,
     leaves_in,
-    rules_listed,
 )
-from shardrules._plan.findings import Finding, Level, at_stake
+from shardrules._plan.findings import Finding, at_stake
 from shardrules._plan.fold import Folded
 from shardrules._plan.kinds import Kind
 from shardrules._plan.path_words import Projection, projections
@@ -156,55 +155,14 @@ def unnamed(context: CheckContext) -> Iterator[Finding]:
 def fewer_names(context: CheckContext) -> Iterator[Finding]:
     """Arrays with fewer names than dimensions: the names may be those of the wrong dimensions."""
     if folded := context.fewer_names:
-        first, missing = context.kinds[folded[0].group], context.missing_names
-        where = "names count from the first dimension"
-        if missing:
-            names = _names_listed([context.plan.rules[rule][0] for rule in missing])
-            rules = rules_listed(missing[:_MOST_NAMES])
-            where += f"; perhaps {names} ({rules}), which no leaf has, should be among them"
+        first = context.kinds[folded[0].group]
         yield finding(
             "unnamed",
             f"{counted(leaves_in(folded), 'leaf')} with fewer names than dimensions, such as "
-            f"{first.names} for the shape {first.shape}: {where}",
+            f"{first.names} for the shape {first.shape}: names count from the first dimension",
             "give each dimension a name or None; stacked layers have a dimension of their own",
             folded,
             level="warning",
-        )
-
-
-def _names_listed(names: Sequence[Any]) -> str:
-    shown = list(map(repr, names[:_MOST_NAMES]))
-    return ", ".join([*shown, *and_more(len(names), _MOST_NAMES, "name")])
-
-
-@check_of(
-    "taken",
-    "info",
-    "dimensions that nothing cuts, since the axes of their logical rules cut others",
-    rules_of="names",
-)
-def taken(context: CheckContext) -> Iterator[Finding]:
-    groups: dict[tuple[Any, int, Any], list[Folded]] = defaultdict(list)
-    kinds = context.kinds
-    for part in context.folded([kind.lost_rules and kind.spec is not None for kind in kinds]):
-        kind, dims = kinds[part.group], set()
-        names = kind.names or ()
-        for lost in kind.lost_rules:
-            axes = axes_in(context.plan.rules[lost.rule][1])
-            is_there = lost.dim < len(kind.shape or ()) and kind.dim_rules[lost.dim] is None
-            if lost.why != "axis taken" or not is_there or lost.dim in dims or lost.to is None:
-                continue
-            if any(context.sizes.get(axis, 1) > 1 for axis in axes):
-                dims.add(lost.dim)
-                groups[names[lost.dim], lost.rule, names[lost.to]].append(part)
-    for (name, rule, owner), folded in groups.items():
-        yield finding(
-            "taken",
-            f"{context.rule(rule)}: nothing cuts {name!r} in {counted(leaves_in(folded), 'leaf')}, "
-            f"as {owner!r} has the axes there",
-            f"add a rule for {name!r} with other axes, if it is to be cut as well",
-            folded,
-            rule=rule,
         )
 
 
@@ -212,14 +170,14 @@ def taken(context: CheckContext) -> Iterator[Finding]:
 def dead_names(context: CheckContext) -> Iterator[Finding]:
     """Rules for names that no leaf has: often those of activations, or of other models."""
     rules = context.plan.rules
-    # These are told of leaves without a name, and of axes that cut no leaf, or they are declared.
-    explained = {*context.missing_names, *itertools.chain(*context.dead_rules_of.values())}
-    dead = [rule for rule in context.dead if rule not in explained]
+    # Others are told of the axes that they name and that cut no leaf.
+    dead = [rule for rule in context.dead if rule not in {*chain(*context.dead_rules_of.values())}]
     if dead:
-        names = _names_listed([*dict.fromkeys(rules[rule][0] for rule in dead)])
+        names = [*dict.fromkeys(repr(rules[rule][0]) for rule in dead)]
+        listed = ", ".join([*names[:_MOST_NAMES], *and_more(len(names), _MOST_NAMES, "name")])
         yield finding(
             "dead",
-            f"{counted(len(dead), 'rule')} of {len(rules)} for names that no leaf has: {names}",
+            f"{counted(len(dead), 'rule')} of {len(rules)} for names that no leaf has: {listed}",
             "remove them, if they are for no other tree, such as activations",
             level="info",
         )
@@ -227,10 +185,9 @@ def dead_names(context: CheckContext) -> Iterator[Finding]:
 
 @check_of(
     "nnx-value",
-    "error, warning, info",
+    "error, warning",
     "rules that match leaves of flax nnx only through the `value` in which their paths end: as "
-    "they match all such paths (error), beside leaves that they match by name (warning), or as it "
-    "seems on purpose (info); and rules that match none because of it (warning)",
+    "they match all such paths, or beside leaves that they match by name (warning)",
     rules_of="paths",
 )
 def nnx_values(context: CheckContext) -> Iterator[Finding]:
@@ -238,44 +195,33 @@ def nnx_values(context: CheckContext) -> Iterator[Finding]:
     if rules is None or rules.dialect.hidden_key is not None:
         return
     end = f"{rules.dialect.separator or '.'}value"
-    if not any(map(str.endswith, sources, itertools.repeat(end))):
+    if not any(map(str.endswith, sources, repeat(end))):
         return
-    only_with: dict[int, list[Folded]] = defaultdict(list)
-    only_without: dict[int, list[Folded]] = defaultdict(list)
-    named: set[int] = set()
+    through: dict[int, list[Folded]] = defaultdict(list)
+    by_name: set[int] = set()
     for part in context.plan.folded:
         path = sources[part.rows.item(0)]
         if path.endswith(end):
-            matching = set(rules.all_matches(path))
-            without = set(rules.all_matches(path.removesuffix(end)))
-            named |= without
+            matching = set(rules.all_matches(path.removesuffix(end)))
+            by_name |= matching
             rule = context.kinds[part.group].rule
-            if rule in matching - without and not _spells(rules[rule][0], end):
-                only_with[rule].append(part)
-            for rule in without - matching:
-                only_without[rule].append(part)
+            if rule is not None and rule not in matching and not _spells(rules[rule][0], end):
+                through[rule].append(part)
     # Paths that have nothing of a model in them but this end, or not even that.
     probe = "~" if rules.dialect.separator else "['~']"
     anywhere = {*rules.all_matches(probe + end)} - {*rules.all_matches(probe)}
-
-    def told(level: Level, rule: int, folded: list[Folded], way: str, pattern: str) -> Finding:
-        return finding(
-            "nnx-value",
-            f"{context.rule(rule)} matches {counted(leaves_in(folded), 'leaf')} only {way} the "
-            f"{end!r} in which flax nnx lets paths end",
-            f"use the dialect NNX, whose paths do not have it; or let the pattern {pattern}",
-            folded,
-            level=level,
-            rule=rule,
-        )
-
-    for rule, folded in only_with.items():
-        level: Level = "error" if rule in anywhere else "warning" if rule in named else "info"
-        go_on = f"go on behind the name, as in value{end[0]}kernel"
-        yield told(level, rule, folded, "through", go_on)
-    for rule in context.dead:
-        if rule in only_without:
-            yield told("warning", rule, only_without[rule], "without", f"end in {end}$")
+    for rule, folded in through.items():
+        if rule in anywhere | by_name:  # of others the pattern is meant so
+            yield finding(
+                "nnx-value",
+                f"{context.rule(rule)} matches {counted(leaves_in(folded), 'leaf')} only through "
+                f"the {end!r} in which flax nnx lets paths end",
+                "use the dialect NNX, whose paths do not have it; or let the pattern go on behind "
+                f"the name, as in value{end[0]}kernel",
+                folded,
+                level=None if rule in anywhere else "warning",
+                rule=rule,
+            )
 
 
 def _spells(pattern: Any, end: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardrules._base.specs import spec_shown
 from shardrules._base.text import answer, bytes_shown, counted, mesh_shown, printable_lines, record
@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
     from shardrules._rules.patterns import Pattern
     from shardrules._rules.rules import Rules
-
-_CATCH_ALLS: Final = ("", ".*", ".+")
-_NEAR: Final = 0.75
-_COMPARED: Final = 100
 
 Outcome = Literal["wins", "no match", "too late", "not needed", "ambiguous"]
 
@@ -131,8 +127,7 @@ class Explanation(NamedTuple):
         missed = len(self.tried) - len(matching)
         if not matching:
             needs_none = self.kind.status == "placed" and self.kind.origin is None
-            text = "; the leaf needs none" if needs_none else self._nearest_miss()
-            return [f"  no rule matches, of {missed}{text}"]
+            return [f"  no rule matches, of {missed}{'; the leaf needs none' * needs_none}"]
         words = {
             "wins": "wins",
             "too late": f"matches, but comes after rule {self.kind.rule}",
@@ -144,25 +139,7 @@ class Explanation(NamedTuple):
         ]
         verb = "does" if missed == 1 else "do"
         others = f"  {counted(missed, 'other rule')} {verb} not match"
-        is_caught = all(tried.pattern in _CATCH_ALLS for tried in matching)
-        nearest = self._nearest_miss() if is_caught else ""
-        return [*lines, others + nearest] if missed else lines
-
-    def _nearest_miss(self) -> str:
-        """Return the rule whose pattern is nearly the end of the path, in words; "" if none is."""
-        from difflib import SequenceMatcher
-
-        rated = [(0.0, 0, "")]
-        for tried in self.tried:
-            pattern = getattr(tried, "pattern", None)
-            if tried.outcome != "no match" or not isinstance(pattern, str):
-                continue
-            text = pattern.strip("^$.*")[-_COMPARED:]
-            if text and (end := self.source[-len(text) :]):
-                ratio = SequenceMatcher(None, text, end).ratio()
-                rated.append((ratio, -tried.rule, pattern))
-        nearness, rule, nearest = max(rated)
-        return f"; rule {-rule} {nearest!r} nearly does" if nearness >= _NEAR else ""
+        return [*lines, others] if missed else lines
 
     def _name_lines(self) -> list[str]:
         names = self.kind.names

@@ -41,7 +41,7 @@ _RUNNERS: Final = ("GITHUB_ACTIONS", "TF_BUILD", "TEAMCITY_VERSION")
 @option("--data-axes", type=types.AXES, default="", show_default=False,
     help="Mesh axes that shard only batches, and no leaf, such as dp.")  # fmt: skip
 @option("--level", type=types.LEVELS,
-    help="Level for a kind of finding: dead=off, siblings=error; repeatable.")  # fmt: skip
+    help="Level for a kind of finding: dead=off, uncut=error; repeatable.")  # fmt: skip
 @option("--fix", is_flag=True, in_job=False, of_one_job=True, excludes=("format",),
     help="Print the rules that are missing, instead of findings: as a patch of a TOML file, or to "
     "paste into another. Exits with 1 if there are some.")  # fmt: skip
