@@ -143,14 +143,12 @@ def test_processes_that_waited_forever(processes, tmp_path):
 AUDITS = {
     "as planned": [],
     "all wrong": ["sharding a"],
-    "all wrong, without devices": ["sharding a", "devices "],
     "all on the host": ["unplaced a", "unplaced b"],
     "alone": [],
     "as planned again": [],
     "values": [],
     "values, all wrong": ["sharding a"],
     "values that differ": ["differs b"],
-    "values of offloaded": ["memory-kind b", "differs b"],
 }
 # Where process 1 has something else: where, what process 0 has there, and what process 1 has.
 DIFFERENT_AUDITS = {

@@ -135,7 +135,7 @@ class Finding(NamedTuple):
     mend: str = ""
     """An edit that mends this, as one writes it, or else "": a rule to add before all others, in
     which P(...) stands for the spec to choose; one that replaces `rule`, with an axis renamed; an
-    argument that declares something; a line that constrains arrays."""
+    argument that declares something."""
 
     def __str__(self) -> str:
         label, message, *lines = finding_lines(self)

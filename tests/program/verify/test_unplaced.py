@@ -50,7 +50,7 @@ def test_an_array_without_a_sharding_is_the_same_program_whatever_it_is(plan, me
         (finding,) = told(proof)
         assert (finding.level, finding.kind, finding.paths) == ("warning", "input", ("inputs/1",))
         assert finding.bytes == 32 * 64 * 4
-        assert "NamedSharding(plan.mesh, P('fsdp'))" in finding.mend
+        assert "NamedSharding(plan.mesh, P('fsdp'))" in finding.fix
 
 
 def test_what_has_a_sharding_is_no_finding(plan, mesh):

@@ -128,7 +128,7 @@ def test_an_input_that_is_not_as_planned(mesh):
     assert "takes P('model')" in finding.message
     assert "1.02 kB on each device instead of 512 B" in finding.message
     assert "plan.abstract()" in finding.fix
-    assert finding.mend == "in_shardings=plan.shardings()"
+    assert "jax.jit in_shardings=plan.shardings()" in finding.fix
     assert not sr.verify(compiled, (P("data"), P("model")))
 
 
@@ -479,7 +479,7 @@ def test_a_pair_of_plans_on_both_sides_is_a_state(plan, state_plan, batch):
 def test_a_small_state_that_comes_back_is_info(compiled_step, planned, plan, state_plan):
     (finding,) = sr.verify(compiled_step(()), planned, (plan, state_plan, None))
     assert (finding.level, finding.kind) == ("info", "donation")
-    assert finding.mend == "donate_argnums=(0, 1)"
+    assert "donate_argnums=(0, 1)" in finding.fix
     assert not sr.verify(compiled_step(()), planned)  # that they are states is a guess
 
 
@@ -499,7 +499,6 @@ def test_what_is_donated_and_no_state(mesh):
     findings = sr.verify(compiled, (None,))
     assert found(findings, "donation") == [("warning", ("inputs/0",))]
     assert "do not donate" in findings[0].fix
-    assert findings[0].mend == "donate_argnums=()"
 
 
 def test_donated_arguments_are_known_by_their_place_among_those_that_are_kept(mesh):
@@ -511,8 +510,6 @@ def test_donated_arguments_are_known_by_their_place_among_those_that_are_kept(me
     compiled = jax.jit(function, donate_argnums=(0, 1, 2)).lower(y, x, y).compile()
     findings = sr.verify(compiled, (None,) * 3)
     assert found(findings, "donation") == [("warning", ("inputs/2",))]
-    (donation,) = (one for one in findings if one.kind == "donation")
-    assert donation.mend == "donate_argnums=1"
 
 
 # Memory kinds
@@ -697,7 +694,6 @@ def test_a_backend_that_tells_nothing(compiled_step, planned, monkeypatch):
     monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", lambda _: None)
     findings = sr.verify(compiled_step(), planned, hbm=2**20)
     assert [(one.level, one.kind) for one in findings] == [
-        ("warning", "donation"),
         ("warning", "gathered"),
         ("warning", "peak"),
     ]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property, partial
 from itertools import chain
 from math import prod
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard
+from numbers import Number
+from operator import attrgetter, methodcaller
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import jax
-import numpy as np
+from jax import tree_util
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardrules._base.arguments import boolean, check_type
@@ -20,19 +22,21 @@ from shardrules._base.mistakes import check_arrays, in_order
 from shardrules._base.specs import (
     Entries,
     as_partition_spec,
-    as_placed,
     entries_of,
     is_unconstrained,
     partition_spec,
     spec_shown,
     with_entries,
-    without_axes,
 )
 from shardrules._base.text import bytes_shown, counted, mesh_shown, with_article
+from shardrules._core import aligned_values
 from shardrules._place.agreement import DEVICES, Row
+from shardrules._place.boxes import NodeForms
 from shardrules._place.memory import memory_apart
-from shardrules._place.mesh import MeshLike, has_devices, processes_of
+from shardrules._place.mesh import has_devices, processes_of
+from shardrules._place.named_arrays import rows_and_paths
 from shardrules._place.processes import JointCall
+from shardrules._plan.align import align
 from shardrules._plan.findings import Finding, Findings, Level, VerifyKind
 from shardrules._plan.fold import fold, fold_paths
 from shardrules._plan.kinds import (
@@ -43,20 +47,14 @@ from shardrules._plan.kinds import (
     dtype_shown,
     placement_shown,
 )
+from shardrules._plan.leaves import Leaves
 from shardrules._plan.plan import Plan
 from shardrules._program.jax_names import device_order
 from shardrules._program.verify.checksums import Unlike, has_copies, unlike_copies
-from shardrules._program.verify.live import (
-    Fields,
-    Live,
-    Where,
-    fields_of,
-    is_committed,
-    live_leaves,
-)
+from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
-    _Case = tuple[Fields, int]
+    _Case = tuple["_Fields", int]
     """Fields of equal leaves, and the index of their kind in the plan."""
 
 
@@ -80,26 +78,24 @@ def audit(tree: Any, plan: Plan, *, values: bool = False) -> Findings:
     |---|---|---|
     | structure | error | leaves of the plan that the tree lacks; leaves that the plan lacks |
     | unplanned | error | leaves that the plan has no place for; `Plan.check` says why |
-    | type | error, info | leaves of another shape or dtype; info if only `jax_enable_x64` makes the
-      difference |
+    | type | error | leaves of another shape or dtype; what `jax_enable_x64` makes narrow is alike |
     | deleted | error | arrays that were donated to a call, or deleted |
-    | unknown | error | abstract arrays without a sharding |
+    | unknown | error | abstract arrays without devices |
     | unplaced | error, warning | numpy arrays and numbers, and arrays on a device that JAX chose;
       a warning if the plan replicates them and they are not large together (16 MiB) |
-    | devices | error, info | arrays on other devices than those of the plan's mesh, or in another
-      order of them; info that the plan's mesh has no devices to compare with |
+    | devices | error | arrays on other devices than the plan's, or on these in another order |
     | memory-kind | error | arrays in another memory |
     | sharding | error | arrays that are sharded otherwise |
     | differs | error | with `values`, arrays whose copies of a shard have not the same bits |
 
     Args:
-        tree: A tree like the one that was planned: of jax.Arrays, or of abstract arrays with
-            shardings. Its leaves are found by their paths if its structure is another.
-        plan: The plan of such a tree; of an optimizer's state, that of `Plan.for_optimizer`. If its
-            mesh has no devices, the arrays are compared on their own mesh.
+        tree: A tree like the one that was planned. Its leaves are found by their paths if its
+            structure is another.
+        plan: The plan of such a tree, on a mesh of devices; of an optimizer's state, that of
+            `Plan.for_optimizer`.
         values: Also compare the values of the copies that several devices have of an array, or of a
             part of it, in all processes: by checksums that the devices make of all bits. Only
-            arrays with a NamedSharding on the devices of the plan's mesh.
+            arrays with a NamedSharding on the devices of the plan's mesh, in their own memory.
 
     Returns:
         All findings, the worst first. `Finding.bytes` are what a device holds beyond the plan, or,
@@ -107,6 +103,7 @@ def audit(tree: Any, plan: Plan, *, values: bool = False) -> Findings:
 
     Raises:
         TypeError: It is not a plan, not a tree of arrays, or the call is inside jit.
+        ValueError: The plan's mesh has no devices: give `plan.on_mesh(mesh)`.
         RuntimeError: In several processes: what they have differs, and the message names the first
             path; or as `shard`.
 
@@ -122,12 +119,14 @@ def audit(tree: Any, plan: Plan, *, values: bool = False) -> Findings:
     with JointCall("audit") as call:
         check_type("plan", plan, Plan, "a Plan, as shardrules.plan makes one")
         values = boolean("values", values)
+        if not has_devices(plan.mesh):
+            raise ValueError(
+                f"the plan's mesh {mesh_shown(plan.axis_sizes)} has no devices to compare with: "
+                "audit(tree, plan.on_mesh(mesh))"
+            )
         if len(processes_of(plan.mesh)) == 1:
             call.alone()
-        comparison = _Audit(tree, plan, values)
-        mesh = comparison.kinds.mesh
-        if call.joint and mesh is not None and len(processes_of(mesh)) == 1:
-            call.alone()
+        comparison = _Audit(tree, plan, plan.mesh, values)
         call.agree(comparison.rows)
     return Findings(comparison.findings(), comparison.scope)
 
@@ -138,35 +137,23 @@ class _FaultWords(NamedTuple):
     kind: VerifyKind
     message: str
     fix: str
-    level: Level = "error"
-    mend: str = ""
 
 
-_PLACED: Final = "tree = shardrules.shard(tree, {shardings})"
-_REPLANNED: Final = "plan = shardrules.plan(tree, rules, mesh)"
 _PLACE: Final = (
-    "place them by shardrules.shard(tree, {shardings}), or have jit make them with "
-    "out_shardings={shardings}"
+    "place them by shardrules.shard(tree, plan.shardings()), or have jit make them with "
+    "out_shardings=plan.shardings()"
 )
 _WORDS: Final[dict[str, _FaultWords]] = {
     "unplanned": _FaultWords(
         "unplanned",
         "the plan has no place for {leaves}: {planned}",
         "mend the rules: plan.check()",
-        mend="plan.check()",
     ),
     "type": _FaultWords(
         "type",
         "{leaves} {are} {actual}, planned {planned}: {bytes} on each device, planned "
         "{planned_bytes}",
         "plan the tree that is there, or make the one that was planned",
-        mend=_REPLANNED,
-    ),
-    "narrowed": _FaultWords(
-        "type",
-        "{leaves} {are} {actual}, planned {planned}, since jax_enable_x64 is not set",
-        "plan what jax.eval_shape gives, whose bytes are those on the devices",
-        "info",
     ),
     "deleted": _FaultWords(
         "deleted",
@@ -175,8 +162,8 @@ _WORDS: Final[dict[str, _FaultWords]] = {
     ),
     "abstract": _FaultWords(
         "unknown",
-        "{leaves} {are} abstract and without sharding, so nothing is known; planned {planned}",
-        "audit the arrays themselves, or abstract ones with their shardings",
+        "{leaves} {are} abstract and on no devices, so nothing is known; planned {planned}",
+        "audit the arrays themselves",
     ),
     "host": _FaultWords(
         "unplaced",
@@ -186,17 +173,16 @@ _WORDS: Final[dict[str, _FaultWords]] = {
     "uncommitted": _FaultWords(
         "unplaced", "{leaves} {are} whole on a device that JAX chose; planned on {planned}", _PLACE
     ),
-    "devices": _FaultWords("devices", "{leaves} {are} on {actual}; planned on {planned}", _PLACE),
-    "order": _FaultWords(
+    "devices": _FaultWords(
         "devices",
-        "{leaves} {are} on the plan's devices in another order, as {actual}; planned {planned}",
-        "make the mesh once and give it to all; or " + _PLACE,
+        "{leaves} {are} on {actual}; planned on {planned}",
+        f"make the mesh once and give it to all; or {_PLACE}",
     ),
     "memory-kind": _FaultWords(
         "memory-kind",
         "{leaves} {are} in {actual} memory, planned in {planned} memory",
-        "move them by shardrules.shard(tree, {shardings}); or, if they are meant to be there, name "
-        "it in their rule: RuleSpec(..., memory_kind={actual!r})",
+        "move them by shardrules.shard(tree, plan.shardings()); or, if they are meant to be there, "
+        "name it in their rule: RuleSpec(..., memory_kind={actual!r})",
     ),
     "sharding": _FaultWords(
         "sharding",
@@ -211,7 +197,7 @@ _WORDS: Final[dict[str, _FaultWords]] = {
         "check_vma=False allows, and for what each process made or read by itself",
     ),
 }
-_ON_THE_MESH: Final = frozenset({"sharding", "memory-kind", "narrowed"})
+_ON_THE_MESH: Final = frozenset({"sharding", "memory-kind"})
 """Faults of arrays that are on the devices of the mesh, in its order."""
 _MOST_DEVICES: Final = 8
 
@@ -240,15 +226,15 @@ def _devices_shown(ids: tuple[int, ...]) -> str:
 class _Audit:
     """Tree matched with its plan."""
 
-    def __init__(self, tree: Any, plan: Plan, has_values: bool) -> None:
+    def __init__(self, tree: Any, plan: Plan, mesh: Mesh, has_values: bool) -> None:
         self._plan = plan
-        self._live = live_leaves(tree, plan._leaves)
+        self._mesh = mesh
+        self._live = _live_leaves(tree, plan._leaves)
         leaves = chain(self._live.leaves, self._live.extra.values())
         if not any(hasattr(leaf, "shape") for leaf in leaves):
             check_arrays("tree", tree)
-        self._fields = fields_of(self._live.leaves)
-        self.kinds = _PlannedKinds(plan.axis_sizes, plan.mesh, map(itemgetter(0), self._fields))
-        self._has_devices = has_devices(plan.mesh)
+        self._fields = _fields_of(self._live.leaves)
+        self._planned = _PlannedKinds(mesh)
         self._has_values = has_values
 
     @property
@@ -263,8 +249,7 @@ class _Audit:
         planned = enumerate(self._plan.paths)
         rows = [(path, texts.get(row, "not in the tree")) for row, path in planned]
         rows += [(path, "not in the plan") for path in self._live.extra]
-        mesh = self.kinds.mesh
-        ids = "" if mesh is None else " ".join(str(device.id) for device in mesh.devices.flat)
+        ids = " ".join(str(device.id) for device in self._mesh.devices.flat)
         return [*rows, (DEVICES, ids)]
 
     def _text(self, index: int) -> str:
@@ -288,14 +273,6 @@ class _Audit:
                 leaves_of[_differs(unlike), is_sharded[self._cases[index][1]]].append(index)
         for (fault, is_of_sharded), indices in leaves_of.items():
             yield self._finding(fault, indices, is_sharded=is_of_sharded)
-        if not self._has_devices and self.kinds.mesh is not None:
-            axes, mend = mesh_shown(plan.axis_sizes), "audit(tree, plan.on_mesh(mesh))"
-            message = (
-                f"the plan's mesh {axes} has no devices: the mesh of most of the arrays counts"
-            )
-            yield Finding(
-                "info", "devices", message, f"give the mesh of devices: {mend}", mend=mend
-            )
 
     @cached_property
     def _cases(self) -> list[_Case]:
@@ -305,13 +282,13 @@ class _Audit:
     @cached_property
     def _faults(self) -> dict[_Case, tuple[_Fault, ...]]:
         return {
-            (live, kind): tuple(self.kinds.faults(Live(*live), self._plan.kinds[kind]))
+            (live, kind): tuple(self._planned.faults(_Live(*live), self._plan.kinds[kind]))
             for live, kind in set(self._cases)
         }
 
     def _faults_of(self, index: int) -> Iterator[_Fault]:
         for fault in self._faults[self._cases[index]]:
-            is_jax_choice = fault.name == "devices" and not is_committed(self._live.leaves[index])
+            is_jax_choice = fault.name == "devices" and not _is_committed(self._live.leaves[index])
             yield _Fault("uncommitted", "", fault.planned) if is_jax_choice else fault
 
     def _is_compared(self, index: int) -> bool:
@@ -330,11 +307,13 @@ class _Audit:
     def _finding(self, fault: _Fault, indices: list[int], *, is_sharded: bool) -> Finding:
         cases, kinds = Counter(self._cases[index] for index in indices), self._plan.kinds
         rules = {kinds[kind].rule for _, kind in cases}
-        size = sum(_bytes_of(Live(*live)) * count for (live, _), count in cases.items())
+        size = sum(_bytes_of(_Live(*live)) * count for (live, _), count in cases.items())
         planned_bytes = sum(kinds[kind].device_bytes * count for (_, kind), count in cases.items())
         at_stake = size - planned_bytes if size > planned_bytes else planned_bytes
         words = _WORDS[fault.name]
-        is_small = words.kind == "unplaced" and not is_sharded and at_stake < DEFAULT_LARGE
+        level: Level = "error"
+        if words.kind == "unplaced" and not is_sharded and at_stake < DEFAULT_LARGE:
+            level = "warning"
         fields = {
             "leaves": counted(len(indices), "leaf"),
             "are": "is" if len(indices) == 1 else "are",
@@ -342,10 +321,9 @@ class _Audit:
             "planned": fault.planned,
             "bytes": bytes_shown(size),
             "planned_bytes": bytes_shown(planned_bytes),
-            "shardings": f"plan{'' if self._has_devices else '.on_mesh(mesh)'}.shardings()",
         }
         return Finding(
-            "warning" if is_small else words.level,
+            level,
             words.kind,
             words.message.format(**fields),
             words.fix.format(**fields),
@@ -353,7 +331,6 @@ class _Audit:
             len(indices),
             rules.pop() if len(rules) == 1 else None,
             at_stake,
-            _PLACED.format(**fields) if _PLACE in words.fix else words.mend,
         )
 
     def _of_structure(self) -> Iterator[Finding]:
@@ -362,15 +339,14 @@ class _Audit:
         missing = [
             row for row in self._live.missing if plan.kinds[plan.kind_of[row]].shape is not None
         ]
-        lives = zip(extra, map(Live._make, fields_of(list(extra.values()))), strict=True)
+        lives = zip(extra, map(_Live._make, _fields_of(list(extra.values()))), strict=True)
         sizes = {
             path: _bytes_of(live)
             for path, live in lives
             if live.shape is not None and live.dtype is not None
         }
-        separator = plan._leaves.paths_dialect.separator
-        fix = _structure_fix([plan.paths[row] for row in missing], list(sizes), separator)
-        error = partial(Finding, "error", "structure", mend=_REPLANNED)
+        fix = "audit the tree that was planned, or the part of it that was; or plan this one"
+        error = partial(Finding, "error", "structure")
         if missing:
             message = f"the tree lacks {counted(len(missing), 'array')} of the plan"
             paths, count = self._folded(missing), len(missing)
@@ -390,25 +366,7 @@ class _Audit:
         return tuple(group.pattern for group in folded)
 
 
-def _structure_fix(missing: list[str], extra: list[str], separator: str) -> str:
-    if under := _prefix_of_paths(missing, extra, separator):
-        return f"the plan's leaves are under {under!r} in the tree: audit that part of it"
-    if under := _prefix_of_paths(extra, missing, separator):
-        return f"the tree's leaves are under {under!r} in the plan: audit the whole tree"
-    return "audit the tree that was planned, or plan this one"
-
-
-def _prefix_of_paths(paths: list[str], longer: list[str], separator: str) -> str | None:
-    """Find the prefix with which all of these paths are among the longer ones."""
-    end = separator + paths[0] if paths else ""
-    first = next((path for path in longer if path.endswith(end)), None) if paths else None
-    if first is None:
-        return None
-    prefix, names = first.removesuffix(end), set(longer)
-    return prefix if all(f"{prefix}{separator}{path}" in names for path in paths) else None
-
-
-def _bytes_of(live: Live) -> int:
+def _bytes_of(live: _Live) -> int:
     """Compute the bytes of a leaf on the fullest device."""
     if isinstance(live.where, str):
         return 0
@@ -420,24 +378,14 @@ def _bytes_of(live: Live) -> int:
 
 
 class _PlannedKinds:
-    """Kinds of a plan's leaves, on devices.
+    """Kinds of a plan's leaves, on its mesh."""
 
-    A plan on a mesh without devices is put on that of the arrays: the mesh with the plan's axes
-    that most of them are on; or the devices that most of them are on, in their order.
-    """
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._devices = tuple(mesh.devices.flat)
+        self._default_memory = NamedSharding(mesh, partition_spec()).memory_kind
 
-    def __init__(
-        self, axis_sizes: Mapping[str, int], mesh: MeshLike, wheres: Iterable[Where]
-    ) -> None:
-        self._axis_sizes = axis_sizes
-        self.mesh = mesh if has_devices(mesh) else _mesh_of_arrays(axis_sizes, wheres)
-        """None if no array is on as many devices."""
-        self._devices = () if self.mesh is None else tuple(self.mesh.devices.flat)
-        self._default_memory = None
-        if self.mesh is not None:
-            self._default_memory = self._on_mesh(partition_spec(), None).memory_kind
-
-    def faults(self, live: Live, kind: Kind) -> Iterator[_Fault]:
+    def faults(self, live: _Live, kind: Kind) -> Iterator[_Fault]:
         """Yield the differences of a leaf from its kind."""
         planned = placement_shown(kind)
         if kind.status != "placed":
@@ -446,113 +394,54 @@ class _PlannedKinds:
         if kind.shape is None and live.where in ("host", "nowhere"):
             return  # a number or a function, in the plan as in the tree
         is_of_shape = live.shape == (kind.shape or ())
-        name = _dtype_name(live.dtype)
         has_dtypes = live.dtype is not None and kind.dtype is not None  # numbers have none
-        if not is_of_shape or (has_dtypes and name != _dtype_name(kind.dtype)):
-            is_narrowed = is_of_shape and name == _name_on_devices(kind.dtype)
+        if not is_of_shape or (has_dtypes and not _is_dtype(live.dtype, kind.dtype)):
             types = _type_shown(live.shape, live.dtype), _type_shown(kind.shape, kind.dtype)
-            yield _Fault("narrowed" if is_narrowed else "type", *types)
+            yield _Fault("type", *types)
         if live.where in ("deleted", "abstract", "host"):
             yield _Fault(str(live.where), "", planned)
         if not isinstance(live.where, str) and is_of_shape:
-            yield from self._of_place(live.where, live, kind)
+            yield from self._of_place(live.where, live.shape or (), kind)
 
-    def _of_place(self, sharding: Sharding, live: Live, kind: Kind) -> Iterator[_Fault]:
+    def _of_place(self, sharding: Any, shape: tuple[int, ...], kind: Kind) -> Iterator[_Fault]:
         # "device" is the devices' default memory, whatever its name.
         is_default = kind.memory_kind in (None, self._default_memory)
         planned_memory = "device" if is_default else str(kind.memory_kind)
         if (memory := memory_apart(sharding) or "device") != planned_memory:
             yield _Fault("memory-kind", memory, planned_memory)
-        shape, planned = live.shape or (), placement_shown(kind)
-        devices = _devices_of(sharding)
-        if not devices:
-            yield from self._of_abstract(sharding, kind)
-            return
-        if set(devices) != set(self._devices):
-            what = "other device" if len(devices) == len(self._devices) else "device"
-            yield _Fault("devices", counted(len(devices), what), mesh_shown(self._axis_sizes))
-            return
+        mesh = getattr(sharding, "mesh", None)
+        devices = device_order(sharding) if mesh is None else tuple(mesh.devices.flat)
         if devices != self._devices:
-            yield _Fault("order", self._shown(sharding, shape), planned)
-            if not self._has_axes_of(sharding):
-                return
-            sharding = self._on_mesh(sharding.spec, sharding.memory_kind)
-        target = self._on_mesh(self._spec(kind, sharding), sharding.memory_kind)
-        if not target.is_equivalent_to(sharding, len(shape)):
-            yield _Fault("sharding", self._shown(sharding, shape), planned)
+            what = "other device" if len(devices) == len(self._devices) else "device"
+            is_order = set(devices) == set(self._devices)
+            actual = (
+                "the plan's devices in another order" if is_order else counted(len(devices), what)
+            )
+            yield _Fault("devices", actual, mesh_shown(self._mesh.shape))
+            return
+        target = NamedSharding(self._mesh, self._spec(kind, sharding))
+        if not target.is_equivalent_to(sharding.with_memory_kind(target.memory_kind), len(shape)):
+            yield _Fault("sharding", self._shown(sharding, shape), placement_shown(kind))
 
-    def _of_abstract(self, sharding: Any, kind: Kind) -> Iterator[_Fault]:
-        """Yield the faults of a sharding on a mesh without devices."""
-        if not self._has_axes_of(sharding):
-            yield _Fault("devices", mesh_shown(sharding.mesh.shape), mesh_shown(self._axis_sizes))
-        elif as_placed(sharding.spec, self._axis_sizes) != as_placed(
-            self._spec(kind, sharding), self._axis_sizes
-        ):
-            yield _Fault("sharding", self._shown(sharding, ()), placement_shown(kind))
-
-    def _on_mesh(self, spec: PartitionSpec, memory_kind: str | None) -> NamedSharding:
-        assert self.mesh is not None
-        # The arrays' mesh may lack axes of one device.
-        absent = self._axis_sizes.keys() - frozenset(self.mesh.axis_names)
-        spec = without_axes(spec, frozenset(absent))
-        return NamedSharding(self.mesh, spec, memory_kind=memory_kind)
-
-    def _spec(self, kind: Kind, sharding: Sharding) -> PartitionSpec:
+    def _spec(self, kind: Kind, sharding: Any) -> PartitionSpec:
         """Return the planned spec; the array's entries replace unconstrained ones."""
         spec = as_partition_spec(Entries() if kind.spec is None else kind.spec)
         entries = entries_of(spec)
         if not any(map(is_unconstrained, entries)):
             return spec
-        actual = [*(entries_of(sharding.spec) if self._has_axes_of(sharding) else ())]
-        actual += [None] * len(entries)
-        return with_entries(
-            spec, (b if is_unconstrained(a) else a for a, b in zip(entries, actual, strict=False))
-        )
+        is_on_mesh = getattr(sharding, "mesh", None) == self._mesh
+        actual = [*(entries_of(sharding.spec) if is_on_mesh else ()), *[None] * len(entries)]
+        pairs = zip(entries, actual, strict=False)
+        return with_entries(spec, (b if is_unconstrained(a) else a for a, b in pairs))
 
-    def _has_axes_of(self, sharding: Sharding) -> TypeGuard[NamedSharding]:
-        mesh = getattr(sharding, "mesh", None)
-        return mesh is not None and _without_unit_axes(mesh.shape) == _without_unit_axes(
-            self._axis_sizes
-        )
-
-    def _shown(self, sharding: Sharding, shape: tuple[int, ...]) -> str:
+    def _shown(self, sharding: Any, shape: tuple[int, ...]) -> str:
         """Format a sharding without device ids, which differ between processes."""
         mesh, spec = getattr(sharding, "mesh", None), getattr(sharding, "spec", None)
         if mesh is None or spec is None:
             return f"shards of shape {sharding.shard_shape(shape)}"
-        own, other = (list(_without_unit_axes(s).items()) for s in (self._axis_sizes, mesh.shape))
-        return spec_shown(spec) + ("" if own == other else f" on {mesh_shown(mesh.shape)}")
-
-
-def _mesh_of_arrays(axis_sizes: Mapping[str, int], wheres: Iterable[Where]) -> Mesh | None:
-    """Make a mesh with the plan's axes from the arrays' devices."""
-    meshes: Counter[Mesh] = Counter()
-    devices: Counter[tuple[Any, ...]] = Counter()
-    for where, leaves in Counter(wheres).items():
-        if isinstance(where, str) or not (order := _devices_of(where)):
-            continue
-        mesh = getattr(where, "mesh", None)
-        if mesh is not None and _without_unit_axes(mesh.shape) == _without_unit_axes(axis_sizes):
-            meshes[mesh] += leaves
-        devices[order] += leaves
-    sizes = tuple(axis_sizes.values())
-    orders = (order for order, _ in devices.most_common() if len(order) == prod(sizes))
-    if not meshes and (order := next(orders, ())):
-        return Mesh(np.array(order).reshape(sizes), tuple(axis_sizes))
-    return next((mesh for mesh, _ in meshes.most_common(1)), None)
-
-
-def _without_unit_axes(axis_sizes: Mapping[str, int]) -> dict[str, int]:
-    """Drop the axes of one device."""
-    return {axis: size for axis, size in axis_sizes.items() if size > 1}
-
-
-def _devices_of(sharding: Any) -> tuple[Any, ...]:
-    """Return the devices in their order; () of a sharding on a mesh without any."""
-    mesh = getattr(sharding, "mesh", None)
-    if mesh is None:
-        return device_order(sharding)
-    return tuple(mesh.devices.flat) if has_devices(mesh) else ()
+        return spec_shown(spec) + (
+            "" if mesh.shape == self._mesh.shape else f" on {mesh_shown(mesh.shape)}"
+        )
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -561,15 +450,129 @@ def _dtype_name(dtype: Any) -> str:
     return SAFETENSORS.get(name, name)
 
 
-def _name_on_devices(dtype: Any) -> str | None:
-    """Name the dtype that JAX makes of it, which depends on jax_enable_x64."""
+def _is_dtype(live: Any, planned: Any) -> bool:
+    """Return whether a dtype is the planned one, or what JAX makes of that without 64 bits."""
+    name, planned_name = _dtype_name(live), _dtype_name(planned)
+    if name == planned_name:
+        return True
     try:
-        return _dtype_name(jax.dtypes.canonicalize_dtype(_dtype_name(dtype)))
+        return name == _dtype_name(jax.dtypes.canonicalize_dtype(planned_name))
     except TypeError:  # that of random keys
-        return None
+        return False
 
 
 def _type_shown(shape: tuple[int, ...] | None, dtype: Any) -> str:
     if shape is None:
         return "no array" if dtype is None else with_article(dtype.__name__)
     return "a number" if dtype is None else f"{_dtype_name(dtype)}{list(shape)}"
+
+
+# Leaves of a live tree.
+
+_Where = Sharding | Literal["deleted", "abstract", "host", "nowhere"]
+"""Sharding of a leaf; or, of "host", a numpy array or number in this process's memory, and of
+"nowhere", something that is no array."""
+_Fields = tuple[_Where, tuple[int, ...] | None, Any]
+"""Fields of `_Live`, as a plain tuple: making 10,000 records costs half a walk."""
+
+
+class _Live(NamedTuple):
+    """Sharding, shape and dtype of a live leaf."""
+
+    where: _Where
+    shape: tuple[int, ...] | None
+    """None for what is no array, nor a number."""
+    dtype: Any
+    """Class of what is no array; None for a number."""
+
+
+class _LiveLeaves(NamedTuple):
+    """Leaves of a tree that the plan has, and those that only one of both has."""
+
+    leaves: list[Any]
+    rows: list[int]
+    """Rows of these leaves in the plan."""
+    missing: list[int]
+    """Rows of the plan that the tree does not have."""
+    extra: dict[str, Any]
+    """Leaves that the plan does not have, by path."""
+
+
+# An array's own shape and dtype are functions in Python, which take these.
+_OF_ARRAY: Final[Any] = attrgetter("sharding", "aval.shape", "aval.dtype")
+
+
+def _live_leaves(tree: Any, leaves: Leaves) -> _LiveLeaves:
+    """Match the leaves of a tree with those of a plan: by structure, or else by path."""
+    values, rows = aligned_values(leaves.tree, tree, len(leaves.paths)), [*range(len(leaves.paths))]
+    if values is None:  # of other nodes than dicts, lists and tuples, or unlike
+        structures: list[Any] = [None, None]
+        rows, structures[0] = tree_util.tree_flatten(leaves.tree)
+        values, structures[1] = tree_util.tree_flatten(tree)
+        # Not by flatten_up_to: its error has the text of each array, and fetches the data for it.
+        try:
+            is_alike = bool(structures[0] == structures[1])
+        except (TypeError, ValueError):  # of what a node compares, such as arrays
+            is_alike = False
+        if not is_alike:
+            return _leaves_by_paths(tree, leaves)
+    if not _are_arrays(set(map(type, values))):
+        forms = NodeForms()
+        values = list(map(forms.array_in, values))
+        # The tree may have more levels than the plan's; and None is no leaf.
+        if not tree_util.all_leaves(values):
+            return _leaves_by_paths(tree, leaves)
+    return _LiveLeaves(values, rows, [], {})
+
+
+def _leaves_by_paths(tree: Any, leaves: Leaves) -> _LiveLeaves:
+    rules = Rules((), leaves.paths_dialect)
+    aligned = align(tree, leaves, partial(rows_and_paths, rules=rules))
+    rows, values, paths = aligned.rows, aligned.values, aligned.leaves.paths
+    return _LiveLeaves(
+        [value for value, row in zip(values, rows, strict=True) if row >= 0],
+        [row for row in rows if row >= 0],
+        aligned.missing,
+        {path: values[i] for i, path in enumerate(paths) if rows[i] < 0},
+    )
+
+
+def _are_arrays(types: set[type]) -> bool:
+    return all(issubclass(cls, jax.Array) and not issubclass(cls, Tracer) for cls in types)
+
+
+def _fields_of(leaves: list[Any]) -> list[_Fields]:
+    """Read the fields of `_Live` for each leaf."""
+    types: set[Any] = set(map(type, leaves))
+    if not _are_arrays(types):
+        return list(map(_live, leaves))
+    # A method of the class takes half the time of looking one up for each array. Random keys of
+    # older versions of JAX have a property.
+    method = types.pop().is_deleted if len(types) == 1 else None
+    is_deleted = method if callable(method) else methodcaller("is_deleted")
+    return list(map(_live if any(map(is_deleted, leaves)) else _OF_ARRAY, leaves))
+
+
+def _live(leaf: Any) -> _Live:
+    if isinstance(leaf, Tracer):
+        raise TypeError(
+            "audit looks at arrays on devices, and inside jit there are none yet: call it outside"
+        )
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        is_number = isinstance(leaf, Number)
+        return _Live("host", (), None) if is_number else _Live("nowhere", None, type(leaf))
+    where: _Where = "abstract"
+    sharding = getattr(leaf, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        where = "deleted"
+    elif isinstance(sharding, Sharding) and (mesh is None or has_devices(mesh)):
+        where = sharding
+    elif hasattr(leaf, "__array__") or hasattr(leaf, "__dlpack__"):
+        where = "host"
+    return _Live(where, tuple(leaf.shape), leaf.dtype)
+
+
+def _is_committed(leaf: Any) -> bool:
+    """Return False for an array on a device that JAX chose, from which jit may move it."""
+    return bool(getattr(leaf, "committed", True))

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules._base.dtypes import bits_of
 from shardrules._base.specs import tags_of
@@ -34,13 +34,14 @@ class Unlike(NamedTuple):
 
 
 def has_copies(leaf: Any) -> TypeGuard[jax.Array]:
-    """Return True for an array of which several devices have a shard, or all of it."""
+    """Return True for an array of which several devices have a shard, in their own memory."""
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(leaf, jax.Array) or not isinstance(sharding, NamedSharding):
         return False
     # Of what is yet to be summed, each device has a part of its own.
     is_whole = has_devices(sharding.mesh) and "unreduced" not in tags_of(sharding.spec)
-    return is_whole and leaf.size > 0 and bool(_copied_axes(sharding))
+    is_near = memory_apart(sharding) is None
+    return is_whole and is_near and leaf.size > 0 and bool(_copied_axes(sharding))
 
 
 def unlike_copies(arrays: Iterable[jax.Array]) -> list[Unlike | None]:
@@ -53,27 +54,9 @@ def unlike_copies(arrays: Iterable[jax.Array]) -> list[Unlike | None]:
     for array in arrays:
         sharding: Any = array.sharding
         shardings.append(sharding)
-        is_apart = memory_apart(sharding) is not None
-        near = _near(array) if is_apart else array
         with jax.set_mesh(sharding.mesh):  # shard_map takes no other mesh than that in force
-            rows.append(_checksums_of(near.sharding)(near))
-        if is_apart:  # of what may not fit on the devices, one at a time
-            jax.block_until_ready(rows[-1])
+            rows.append(_checksums_of(sharding)(array))
     return list(map(_unlike, shardings, jax.device_get(rows)))
-
-
-def _near(array: jax.Array) -> jax.Array:
-    """Copy an array to the devices' default memory, shard by shard.
-
-    JAX 0.7 moves no replicated array of several processes as a whole.
-    """
-    sharding: Any = array.sharding
-    shards = [
-        jax.device_put(shard.data, SingleDeviceSharding(shard.device))
-        for shard in array.addressable_shards
-    ]
-    near = NamedSharding(sharding.mesh, sharding.spec)
-    return jax.make_array_from_single_device_arrays(array.shape, near, shards)
 
 
 def _copied_axes(sharding: NamedSharding) -> list[str]:

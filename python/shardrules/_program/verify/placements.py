@@ -25,12 +25,11 @@ from shardrules._program.executable import (
 )
 from shardrules._program.inputs import PlannedSharding
 
-_CONSTRAINT: Final = "jax.lax.with_sharding_constraint(arrays, plan.shardings())"
 _NNX: Final = "in_shardings=nnx.StateSharding(plan.shardings())"
-_MENDS: Final[dict[Library, dict[str, str]]] = {
-    "jax": {"inputs": "in_shardings=plan.shardings()", "results": "out_shardings=plan.shardings()"},
-    "nnx": {"inputs": _NNX, "results": _NNX},
-    "equinox": {"inputs": "", "results": ""},
+_PLACING: Final[dict[Library, tuple[str, str]]] = {
+    "jax": ("in_shardings=plan.shardings()", "out_shardings=plan.shardings()"),
+    "nnx": (_NNX, _NNX),
+    "equinox": ("", ""),
 }
 """Arguments of each library's jit that place what it takes, and what it returns; "" for none."""
 _SIDE_WORDS: Final[dict[str, tuple[VerifyKind, str, str]]] = {
@@ -54,18 +53,18 @@ _RETURNED: Final = 0.01
 _Texts = tuple[str | None, str | None]
 
 
-def _placed_by(library: Library, what: str) -> tuple[str, str]:
-    """Write how "inputs", or what is returned, are placed as planned: the fix, and its line."""
+def _placed_by(library: Library, what: str) -> str:
+    """Write how "inputs", or what is returned, are placed as planned."""
+    taken, returned = _PLACING[library]
     if what == "inputs":
         fix = (
             "lower the function with arrays or shapes that are sharded as planned (plan.abstract())"
         )
-        mend = _MENDS[library][what]
-        return f"{fix}, or give {library}.jit {mend}" if mend else fix, mend
-    inside, mend = f"constrain {what} inside the function", _MENDS[library]["results"]
-    if mend:
-        return f"give {library}.jit {mend}, or {inside}", mend
-    return f"{inside}, as by {_CONSTRAINT}", _CONSTRAINT
+        return f"{fix}, or give {library}.jit {taken}" if taken else fix
+    inside = f"constrain {what} inside the function"
+    if returned:
+        return f"give {library}.jit {returned}, or {inside}"
+    return f"{inside}, as by jax.lax.with_sharding_constraint(arrays, plan.shardings())"
 
 
 class _Pairs:
@@ -119,7 +118,7 @@ def placements(
 ) -> Iterator[Finding]:
     """Yield findings about leaves that are not sharded or kept in memory as planned."""
     kind, verb, cost = _SIDE_WORDS[side.name]
-    fix, mend = _placed_by(library, "inputs" if side.name == "inputs" else "the result")
+    fix = _placed_by(library, "inputs" if side.name == "inputs" else "the result")
     pairs = _Pairs(targets, side.shardings)
 
     def are_alike(target: PlannedSharding, sharding: Any, leaf: int) -> bool:
@@ -140,7 +139,7 @@ def placements(
             f"{counted(len(leaves), 'leaf')} planned {planned}, but the executable {verb} "
             f"{actual}{order} with {bytes_shown(size)} on each device{instead}: {cost}"
         )
-        yield side.finding("error", kind, message, fix, leaves, bytes=size, mend=mend)
+        yield side.finding("error", kind, message, fix, leaves, bytes=size)
 
     def is_in_memory(target: PlannedSharding, sharding: Any, _: int) -> bool:
         if target.memory_kind is None:
@@ -159,7 +158,7 @@ def placements(
             f"{counted(len(leaves), 'leaf')} planned in {planned} memory, but the executable "
             f"{verb} them in {actual} memory: {bytes_shown(size)} on each device"
         )
-        yield side.finding("error", "memory-kind", message, fix, leaves, bytes=size, mend=mend)
+        yield side.finding("error", "memory-kind", message, fix, leaves, bytes=size)
 
 
 def _planned(targets: Sequence[PlannedSharding | None], leaf: int) -> Any:
@@ -209,13 +208,13 @@ def without_sharding(
         f"{counted(len(lost), 'array')} given without a sharding: compiled as whole on each "
         f"device, {bytes_shown(size)}"
     )
-    fix = "say how each is sharded, with P() for one that is meant to be whole: {mend}"
-    mend = (
-        "jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(plan.mesh, P('"
-        f"{next(iter(side.shardings[lost[0]].mesh.shape))}')))"
+    fix = (
+        "say how each is sharded, with P() for one that is meant to be whole: jax.ShapeDtypeStruct("
+        "x.shape, x.dtype, sharding=NamedSharding(plan.mesh, P("
+        f"{next(iter(side.shardings[lost[0]].mesh.shape))!r})))"
     )
     level: Level = "info" if is_sharded and size < large else "warning"
-    yield side.finding(level, "input", message, fix.format(mend=mend), lost, bytes=size, mend=mend)
+    yield side.finding(level, "input", message, fix, lost, bytes=size)
 
 
 def _is_whole(side: Side, leaf: int) -> bool:
@@ -242,7 +241,7 @@ def dropped(
             "the executable has no sharding to compare"
         )
         fix = "leave them out of the arguments; jit(keep_unused=True) keeps them"
-        yield side.finding("info", "input", message, fix, leaves, mend="keep_unused=True")
+        yield side.finding("info", "input", message, fix, leaves)
 
 
 def closed_over(executable: Executable, large: int) -> Iterator[Finding]:
@@ -286,38 +285,56 @@ def large_results(
 
 def changed(executable: Executable, carried: Sequence[State]) -> Iterator[Finding]:
     """Yield findings about states that come out with another sharding, memory or dtype."""
-    for state in carried:
-        yield from _resharded(executable, state)
-        yield from _of_other_dtype(executable, state)
-
-
-def _resharded(executable: Executable, state: State) -> Iterator[Finding]:
     inputs, outputs = executable.inputs, executable.outputs
-    before = at(inputs.shardings, state.inputs)
-    after = at(outputs.shardings, state.outputs)
-    # The same objects, as a rule.
-    if before == after:
-        return
+    fix = _placed_by(executable.call.library, "the arrays of the new state")
+    for state in carried:
+        sides = ((inputs, state.inputs), (outputs, state.outputs))
+        before, after = (at(side.shardings, leaves) for side, leaves in sides)
+        name, when = _STATE_WORDS[state.evidence]
+        # The same objects, as a rule.
+        if before != after:
+            level: Level = "warning" if state.evidence == "alike" else "error"
+            ranks = [len(shape) for shape in at(inputs.shapes, state.inputs)]
+            for (old, new), rows in _resharded(before, after, ranks):
+                leaves = [state.inputs[i] for i in rows]
+                moved = sum(map(inputs.bytes_of, leaves))
+                message = (
+                    f"{counted(len(rows), 'leaf')} of {name}: in as {old}, out as {new}: {when} "
+                    f"compiles again, or moves them back, {bytes_shown(moved)} to each device"
+                )
+                yield inputs.finding(level, "fixed-point", message, fix, leaves, bytes=moved)
+        dtypes = [at(side.dtypes, leaves) for side, leaves in sides]
+        casts: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for leaf, old, new in (
+            zip(state.inputs, *dtypes, strict=True) if dtypes[0] != dtypes[1] else ()
+        ):
+            if old != new:
+                casts[str(old), str(new)].append(leaf)
+        for (old, new), leaves in casts.items():
+            message = (
+                f"{counted(len(leaves), 'leaf')} of {name}: in as {old}, out as {new}: {when} "
+                "compiles again"
+            )
+            size, cast = (
+                sum(map(inputs.bytes_of, leaves)),
+                "cast the new state to the dtypes of the old one",
+            )
+            yield inputs.finding("error", "fixed-point", message, cast, leaves, bytes=size)
+
+
+def _resharded(
+    before: Sequence[Any], after: Sequence[Any], ranks: Sequence[int]
+) -> list[tuple[_Texts, list[int]]]:
+    """List the arrays that come out in another sharding or memory than they go in."""
 
     def are_alike(first: Any, second: Any, row: int) -> bool:
-        rank = len(inputs.shapes[state.inputs[row]])
-        is_alike = first == second or is_same(first, second, rank)
+        is_alike = first == second or is_same(first, second, ranks[row])
         return is_alike and first.memory_kind == second.memory_kind
 
-    def texts(i: int) -> _Texts:
-        return _with_memory(before[i]), _with_memory(after[i])
+    def texts(row: int) -> _Texts:
+        return _with_memory(before[row]), _with_memory(after[row])
 
-    level: Level = "warning" if state.evidence == "alike" else "error"
-    name, when = _STATE_WORDS[state.evidence]
-    fix, mend = _placed_by(executable.call.library, "the arrays of the new state")
-    for (old, new), rows in _Pairs(before, after).differences(are_alike, texts):
-        leaves = [state.inputs[i] for i in rows]
-        moved = sum(map(inputs.bytes_of, leaves))
-        message = (
-            f"{counted(len(rows), 'leaf')} of {name}: in as {old}, out as {new}: {when} compiles "
-            f"again, or moves them back, {bytes_shown(moved)} to each device"
-        )
-        yield inputs.finding(level, "fixed-point", message, fix, leaves, bytes=moved, mend=mend)
+    return _Pairs(before, after).differences(are_alike, texts)
 
 
 def _with_memory(sharding: Any) -> str:
@@ -326,37 +343,10 @@ def _with_memory(sharding: Any) -> str:
     return in_memory(sharding_shown(sharding), kind)
 
 
-def _of_other_dtype(executable: Executable, state: State) -> Iterator[Finding]:
-    inputs = executable.inputs
-    before = at(inputs.dtypes, state.inputs)
-    after = at(executable.outputs.dtypes, state.outputs)
-    leaves_of: dict[_Texts, list[int]] = defaultdict(list)
-    if before != after:
-        for leaf, old, new in zip(state.inputs, before, after, strict=True):
-            if old != new:
-                leaves_of[str(old), str(new)].append(leaf)
-    name, when = _STATE_WORDS[state.evidence]
-    fix = "cast the new state to the dtypes of the old one"
-    for (first, second), leaves in leaves_of.items():
-        message = (
-            f"{counted(len(leaves), 'leaf')} of {name}: in as {first}, out as {second}: {when} "
-            "compiles again"
-        )
-        size, mend = sum(map(inputs.bytes_of, leaves)), f"x = x.astype({first!r})"
-        yield inputs.finding("error", "fixed-point", message, fix, leaves, bytes=size, mend=mend)
-
-
 def undonated(executable: Executable, carried: Sequence[State]) -> Iterator[Finding]:
     """Yield findings about donated leaves whose memory no output takes."""
     side, hlo = executable.inputs, executable.hlo
     donated = [leaf for leaf in executable.kept if executable.donated[leaf]]
-    if donated and hlo is None:
-        message = (
-            f"{counted(len(donated), 'leaf')} donated, but this backend does not show the text of "
-            "executables: whether outputs take their memory is not known"
-        )
-        fix = "compare memory_analysis().alias_size_in_bytes with their bytes"
-        yield side.finding("warning", "donation", message, fix, donated)
     if hlo is None or hlo.alias_count == len(donated):
         return
     aliased = set(hlo.aliases.values())
@@ -381,18 +371,7 @@ def undonated(executable: Executable, carried: Sequence[State]) -> Iterator[Find
             f"{counted(len(leaves), 'leaf')} donated, but no output takes their memory: "
             f"{bytes_shown(size)} on each device; none is like them"
         )
-        fix, mend = "do not donate them", _donation_without(side, donated, leaves)
-        yield side.finding("warning", "donation", message, fix, leaves, bytes=size, mend=mend)
-
-
-def _donation_without(side: Side, donated: Sequence[int], leaves: Sequence[int]) -> str:
-    """Write what jit donates without these leaves; "" if their arguments have others."""
-    kept = set(donated).difference(leaves)
-    parts = [part for _, part in side.subtrees]
-    places = [i for i, part in enumerate(parts) if not kept.isdisjoint(part)]
-    if any(not set(leaves).isdisjoint(parts[i]) for i in places):
-        return ""
-    return _jit_options(side, places) or "donate_argnums=()"
+        yield side.finding("warning", "donation", message, "do not donate them", leaves, bytes=size)
 
 
 def not_donated(executable: Executable, carried: Sequence[State], large: int) -> Iterator[Finding]:
@@ -416,9 +395,9 @@ def not_donated(executable: Executable, carried: Sequence[State], large: int) ->
                 f"{counted(len(leaves), 'leaf')} of {name}: not donated, so the old and the new "
                 f"ones take {bytes_shown(size)} each on each device"
             )
-            fix, mend = _donation(executable, leaves)
+            fix = _donation(executable, leaves)
             level: Level = "warning" if size >= large else "info"
-            yield side.finding(level, "donation", message, fix, leaves, bytes=size, mend=mend)
+            yield side.finding(level, "donation", message, fix, leaves, bytes=size)
 
 
 def _is_changed(executable: Executable, state: State) -> bool:
@@ -456,33 +435,30 @@ def _kept_twice(executable: Executable, state: State, least: int) -> list[int]:
     ]
 
 
-def _donation(executable: Executable, leaves: Sequence[int]) -> tuple[str, str]:
-    """Write (the fix, the arguments of jit) that donate leaves."""
+def _donation(executable: Executable, leaves: Sequence[int]) -> str:
+    """Write how leaves are donated."""
     library, side = executable.call.library, executable.inputs
     if library == "equinox":
         return (
             'give filter_jit donate="all", or donate="all-except-first" with all that is used '
-            "again in the first argument",
-            'donate="all"',
+            "again in the first argument"
         )
     changes = set(leaves)
     places = [i for i, (_, part) in enumerate(side.subtrees) if not changes.isdisjoint(part)]
-    options = _jit_options(side, places)
-    fix = f"give {library}.jit {options.replace(', donate', ' and donate')}"
-    fix += ", if the old ones are not used again"
+    fix = f"give {library}.jit {_jit_options(side, places)}, if the old ones are not used again"
     if library == "nnx":
         fix += "; a function that only reads the module needs graph_updates=False instead"
-    return fix, options
+    return fix
 
 
 def _jit_options(side: Side, places: Sequence[int]) -> str:
-    """Write the arguments of jit that donate those in these places; "" for none."""
+    """Write the arguments of jit that donate those in these places."""
     count = len(side.subtrees) - len(side.keywords)
     arguments: list[tuple[str, list[Any]]] = [
         ("donate_argnums", [i for i in places if i < count]),
         ("donate_argnames", [side.keywords[i - count] for i in places if i >= count]),
     ]
-    return ", ".join(
+    return " and ".join(
         f"{name}={tuple(values) if len(values) > 1 else values[0]!r}"
         for name, values in arguments
         if values

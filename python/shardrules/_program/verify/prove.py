@@ -36,8 +36,7 @@ from shardrules._program.topologies.topology import (
     topology_of,
     topology_shown,
 )
-from shardrules._program.verify.budget import limits_of
-from shardrules._program.verify.verify import findings_and_program
+from shardrules._program.verify.verify import findings_and_program, limits_of
 
 BY_CPU: Final = " by XLA for CPU: a TPU's partitioner may choose otherwise"
 _NO_TIME: Final = "no time: clocks and links are known of the TPUs of a Topology alone"

@@ -1,22 +1,27 @@
-"""Finds what a program moves, computes or keeps without need.
+"""Finds what a program moves, computes or keeps without need, and results whose copies differ.
 
 Planned arrays of which devices get more than their part, collectives that nothing planned explains,
-products computed alike, and activations kept in memory.
+arrays that XLA cannot reshard, products computed alike, activations kept in memory, and results
+that lack a sum over devices.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
 from typing import Final
 
-from shardrules._base.specs import constraint_line
+from jax.sharding import NamedSharding
+
 from shardrules._base.text import and_more, bytes_shown, counted
 from shardrules._plan.findings import Finding, Level
+from shardrules._plan.kinds import axes_used
 from shardrules._program.causes import CONSTRAINT, REASONS
 from shardrules._program.collectives import Collective
-from shardrules._program.executable import sharding_shown
+from shardrules._program.executable import Executable, sharding_shown
 from shardrules._program.inputs import PlannedSharding
+from shardrules._program.lock import largest
 from shardrules._program.program import Program
 from shardrules._program.verify.placements import is_same
 from shardrules._program.work import Product
@@ -29,7 +34,6 @@ _KEPT: Final = 0.5
 """Share of the memory beside the arguments, above which activations that are kept are told."""
 _KEPT_OF_PEAK: Final = 0.05
 """The same of all memory at the peak: computing less again frees too little."""
-_RECOMPUTED: Final = "layer = jax.checkpoint(layer)"
 _NAMED: Final = 3
 
 _GATHERED: Final = frozenset(
@@ -59,11 +63,6 @@ def gathered(
     """
     executable = program._executable
     if executable.hlo is None:
-        message = (
-            "this backend does not show the text of executables: what they gather is not known"
-        )
-        fix = "verify the same function on another backend, such as CPU devices"
-        yield Finding("warning", "gathered", message, fix), ()
         return
     side = executable.inputs
     rows = [
@@ -93,9 +92,7 @@ def gathered(
         )
         level: Level = "info" if cause.is_expected else "warning"
         leaves = sorted(of_leaf)
-        finding = side.finding(
-            level, "gathered", message, fix, leaves, bytes=total, mend=CONSTRAINT
-        )
+        finding = side.finding(level, "gathered", message, fix, leaves, bytes=total)
         yield finding, axes if reason == "same work" else ()
 
 
@@ -120,9 +117,10 @@ def _movement_finding(
     cause = next(cause for cause in REASONS.values() if cause.text == reason)
     names = "; ".join([*map(str, rows[:_NAMED]), *and_more(len(rows), _NAMED, "collective")])
     step = "an iteration" if any(row.times is None for row in rows) else "a step"
+    of_xla = "" if any(row.is_called for row in rows) else ", by XLA's own collectives"
     message = (
-        f"{bytes_shown(size)} sent by each device in {step} over {', '.join(axes)}: {reason}: "
-        f"{names}"
+        f"{bytes_shown(size)} sent by each device in {step} over {', '.join(axes)}{of_xla}: "
+        f"{reason}: {names}"
     )
     first = rows[0]
     batch = [axis for axis in program.axis_sizes if axis in program.batch_axes]
@@ -132,13 +130,70 @@ def _movement_finding(
     line = "" if first.place is None else f" at {first.place}"
     if cause is REASONS["batch"] and not program.products:
         cause = cause._replace(fix=_NO_PRODUCT, mend=CONSTRAINT)
-    mend = cause.mend.format(spec=spec)
-    fix = cause.fix.format(mend=mend, axes=", ".join(axes), line=line)
+    fix = cause.fix.format(mend=cause.mend.format(spec=spec), axes=", ".join(axes), line=line)
     leaves = [row.moves.rpartition(" ")[2] for row in rows if row.what in ("gradient", "state")]
     paths, count = tuple(dict.fromkeys(leaves)), len(leaves)
-    return Finding(
-        "warning", "unexpected", message, fix, paths=paths, leaves=count, bytes=size, mend=mend
-    )
+    return Finding("warning", "unexpected", message, fix, paths=paths, leaves=count, bytes=size)
+
+
+# "[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding {...} to {...}
+# efficiently for HLO operation %add = f32[8,16]{1,0} add(...), ..., metadata={op_name="..."}"
+_BRACES: Final = r"(\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})"
+_WARNING: Final = re.compile(
+    rf"Involuntary full rematerialization\. The compiler \D{{,30}} go from sharding {_BRACES} to "
+    rf'{_BRACES} (?:efficiently|without) .*?for HLO operation.*?op_name="([^"]*)"'
+)
+_MESH: Final = re.compile(r"\{mesh\[[^\]]*\](?:, device_ids=\([^)]*\))?, \[(.*?)\]")
+_ENTRY: Final = re.compile(r"\{([^}]*)\}")
+_AXIS: Final = re.compile(r"'([^']+)'")
+
+
+def resharded(
+    program: Program, log: str, large: float
+) -> Iterator[tuple[Finding, list[Collective]]]:
+    """Yield findings, each with its collectives, about arrays that XLA has warned of.
+
+    It replicates what it cannot reshard; those are told that cost `large` bytes a step.
+    """
+    ways: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    for op_name, way in reshards_in(log):
+        ways[op_name][way] = None
+    for op_name, of_op in ways.items():
+        rows = [
+            row
+            for row in program.collectives
+            if row.op_name == op_name and row.kind in ("all-gather", "all-reduce")
+        ]
+        size = sum(row.sent_at_least for row in rows)
+        if rows and size >= large:
+            step = "an iteration" if any(row.times is None for row in rows) else "a step"
+            message = (
+                f"{bytes_shown(size)} sent by each device in {step}, since XLA cannot reshard "
+                f"{rows[0].shape} {', nor '.join(of_op)}, and replicates it: {largest(rows)}"
+            )
+            line = f" at {rows[0].place}" if rows[0].place else ""
+            fix = (
+                f"constrain the array alike on both sides{line}; or go in two steps, by a "
+                "constraint between that moves one mesh axis"
+            )
+            yield Finding("warning", "unexpected", message, fix, bytes=size), rows
+
+
+def reshards_in(log: str) -> Iterator[tuple[str, str]]:
+    """Yield JAX's name of each operation of which XLA's log says so, and from what to what."""
+    for line in log.splitlines():
+        if match := _WARNING.search(line):
+            source, target, op_name = match.groups()
+            yield op_name, f"from {_spec_shown(source)} to {_spec_shown(target)}"
+
+
+def _spec_shown(sharding: str) -> str:
+    """Return XLA's text of a sharding, as a spec if mesh axes are named."""
+    mesh = _MESH.match(sharding)
+    if mesh is None:
+        return sharding
+    names = [tuple(_AXIS.findall(entry)) for entry in _ENTRY.findall(mesh[1])]
+    return f"P({', '.join(repr(axes[0] if len(axes) == 1 else axes or None) for axes in names)})"
 
 
 def computed_alike(
@@ -177,8 +232,7 @@ def _alike_finding(axis: str, products: Sequence[Product], share: float) -> Find
         f"let {axis} shard the batch, or a dimension of what is multiplied: constrain the "
         f"activations by {axis} where the products begin"
     )
-    mend = constraint_line(f"P({axis!r})")
-    return Finding("warning", "batch", message, fix, mend=mend)
+    return Finding("warning", "batch", message, fix)
 
 
 def kept_activations(program: Program, large: int) -> Iterator[Finding]:
@@ -206,4 +260,78 @@ def kept_activations(program: Program, large: int) -> Iterator[Finding]:
         "recompute them: wrap the layer in jax.checkpoint, or give its policy less to save; in a "
         "scan, jax.lax.scan(jax.checkpoint(layer), ...)"
     )
-    yield Finding("info", "remat", message, fix, bytes=memory.saved, mend=_RECOMPUTED)
+    yield Finding("info", "remat", message, fix, bytes=memory.saved)
+
+
+_MANUAL: Final = "shard_map"
+"""In the names of operations that the program itself has put on the devices."""
+_SUMS: Final = frozenset({"convolution", "custom-call", "dot", "reduce"})
+_SOURCES: Final = 2
+
+
+def differing(executable: Executable) -> Iterator[Finding]:
+    """Yield a finding for results that devices have copies of, which are not computed alike.
+
+    XLA's own partitioner keeps copies alike; `shard_map` with `check_vma=False` leaves that to the
+    program.
+    """
+    mesh, hlo = executable.mesh, executable.hlo
+    if hlo is None or mesh is None or _MANUAL not in hlo.text:
+        return
+    found: dict[tuple[frozenset[str], str, tuple[int, ...]], list[int]] = {}
+    for leaf, (node, sharding) in enumerate(
+        zip(executable.results, executable.outputs.shardings, strict=True)
+    ):
+        if isinstance(sharding, NamedSharding):
+            cut = axes_used(sharding.spec, mesh.shape)
+            if axes := executable.variation.of([node]) - cut:
+                inputs, line = _causes(executable, node, axes)
+                found.setdefault((axes, line, inputs), []).append(leaf)
+    for (axes, line, inputs), leaves in found.items():
+        yield _differing_finding(executable, axes, line, inputs, leaves)
+
+
+def _causes(executable: Executable, node: int, axes: frozenset[str]) -> tuple[tuple[int, ...], str]:
+    """Return the leaves of the inputs that make copies differ, and the line of the last sum."""
+    values, variation, hlo = executable.values, executable.variation, executable.hlo
+    assert hlo is not None
+
+    def differing_sources(node: int) -> list[int]:
+        return [one for one in values.made_of[node] if axes & variation.of([one])]
+
+    made_of = list(values.reached([node], differing_sources))
+    sums = (one for one in made_of if values.opcodes[one] in _SUMS)
+    lines = (place for one in sums if (place := hlo.place(values.lines[one])))
+    number_of = {node: number for number, node in enumerate(values.parameters)}
+    parameters = [number_of[one] for one in made_of if one in number_of]
+    leaves = sorted(executable.leaf_of[n] for n in parameters if n in executable.leaf_of)
+    return tuple(leaves), str(next(lines, ""))
+
+
+def _differing_finding(
+    executable: Executable,
+    axes: frozenset[str],
+    line: str,
+    inputs: tuple[int, ...],
+    leaves: list[int],
+) -> Finding:
+    names = [axis for axis in executable.mesh.shape if axis in axes]  # type: ignore[union-attr]
+    along, at = " and ".join(names), f" at {line}" if line else ""
+    call = repr(names[0] if len(names) == 1 else tuple(names))
+    fix = (
+        f"sum it over {along}{at}, jax.lax.psum(x, {call}), and let shard_map check that, "
+        f"check_vma=True; or give it a spec that {along} cuts"
+    )
+    if not inputs:
+        message = (
+            f"copies along {along} differ, by the number of the device, as random keys that are "
+            "folded with it do"
+        )
+        return executable.outputs.finding("info", "differs", message, fix, leaves)
+    paths = [executable.inputs.paths[leaf] for leaf in inputs]
+    sources = ", ".join([*paths[:_SOURCES], *and_more(len(paths), _SOURCES, "other")])
+    message = (
+        f"copies along {along} will differ: each is computed from its own part of {sources}, and "
+        f"nothing on the way sums, gathers or exchanges over {along}"
+    )
+    return executable.outputs.finding("error", "differs", message, fix, leaves)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final, NamedTuple
 
-from shardrules._base.arguments import check_bytes, memory_bytes
+from shardrules._base.arguments import check_bytes, check_real, check_type, memory_bytes
 from shardrules._base.mistakes import in_order
-from shardrules._base.text import bytes_shown, counted
+from shardrules._base.text import brief, byte_count, bytes_shown, counted, nearest
+from shardrules._place.mesh import AnyMesh
 from shardrules._plan.findings import Finding, Findings
 from shardrules._plan.kinds import DEFAULT_LARGE
 from shardrules._program.executable import Executable, states
 from shardrules._program.hlo import hlo_errors
 from shardrules._program.inputs import PlannedSharding, other_kinds, planned_targets
 from shardrules._program.libraries import call_of
+from shardrules._program.lock import KINDS, budget_finding, largest
 from shardrules._program.program import Program, batches
-from shardrules._program.verify.budget import limits_of, over_budget
-from shardrules._program.verify.differing import differing
 from shardrules._program.verify.placements import (
     changed,
     closed_over,
@@ -28,11 +30,12 @@ from shardrules._program.verify.placements import (
     undonated,
     without_sharding,
 )
-from shardrules._program.verify.resharded import resharded, reshards_in
 from shardrules._program.verify.unexpected import (
     computed_alike,
+    differing,
     gathered,
     kept_activations,
+    resharded,
     unexpected,
 )
 
@@ -85,7 +88,7 @@ def verify(
     | budget | error, warning | more bytes than `budget`; a warning if they are not known |
     | peak | error | more memory than `hbm` |
 
-    A warning of donation, gathered or peak may also say that the backend does not tell.
+    A warning of gathered or peak may also say that the backend does not tell.
 
     Args:
         compiled: `jax.jit(f).lower(...).compile()`, or the same of `flax.nnx.jit` or
@@ -154,7 +157,7 @@ def findings_and_program(
     carried = states(executable, inputs, outputs)
     program = Program(executable, carried, batches(executable, inputs, carried))
     with hlo_errors():
-        reshards = list(resharded(program, reshards_in(log), large))
+        reshards = list(resharded(program, log, large))
         of_gathers = list(gathered(program, in_targets, large))
         same_work = {axis for _, axes in of_gathers for axis in axes}
         findings = [
@@ -165,6 +168,7 @@ def findings_and_program(
             *dropped(executable.inputs, in_targets, executable.kept),
             *closed_over(executable, large),
             *_for_other_devices(executable, (inputs, outputs)),
+            *_without_text(executable),
             *differing(executable),
             *large_results(executable.outputs, out_targets, carried, large),
             *changed(executable, carried),
@@ -192,8 +196,19 @@ def _for_other_devices(executable: Executable, planned: Any) -> Iterator[Finding
             f"{', '.join(kinds)}: this is not the program that will run there, whose collectives "
             "and memory are others"
         )
-        mend = "shardrules.prove(step, ..., on=mesh)"
-        yield Finding("info", "input", message, f"compile it for those: {mend}", mend=mend)
+        fix = "compile it for those: shardrules.prove(step, ..., on=mesh)"
+        yield Finding("info", "input", message, fix)
+
+
+def _without_text(executable: Executable) -> Iterator[Finding]:
+    """Yield a finding if the backend does not show the text of what it compiles."""
+    if executable.hlo is None:
+        message = (
+            "this backend does not show the text of executables: what they send and gather, and "
+            "whether donated memory is taken, is not known"
+        )
+        fix = "verify the same function on another backend, such as CPU devices"
+        yield Finding("warning", "gathered", message, fix)
 
 
 def _peak_findings(program: Program, hbm: int | None) -> Iterator[Finding]:
@@ -217,8 +232,7 @@ def _peak_findings(program: Program, hbm: int | None) -> Iterator[Finding]:
             "cut more of the arguments or activations, rematerialize, donate the state, or take a "
             "smaller batch"
         )
-        excess, mend = totals.peak - hbm, "layer = jax.checkpoint(layer)"
-        yield Finding("error", "peak", message, fix, bytes=excess, mend=mend)
+        yield Finding("error", "peak", message, fix, bytes=totals.peak - hbm)
 
 
 def _scope(
@@ -237,3 +251,113 @@ def _scope(
         texts[1] = "no output compared, as outputs= is not given"
     room = "not compared, as hbm= is not given" if hbm is None else f"within {bytes_shown(hbm)}"
     return f"{', '.join(texts)}; peak memory {room}"
+
+
+# Budgets.
+
+_WORDS: Final = ("total", "peak")
+_FIX: Final = "send or keep less there; or, if it is meant, raise the budget"
+_ELSEWHERE: Final = "verify the same function on another backend, or leave out this budget"
+
+
+class Limit(NamedTuple):
+    """Entry of a budget."""
+
+    key: str
+    axes: frozenset[str]
+    """Mesh axes that a collective is over, alone or with others."""
+    kinds: tuple[str, ...]
+    bytes: int
+
+
+def limits_of(budget: Any, mesh: AnyMesh | None) -> list[Limit]:
+    """Parse a budget.
+
+    Args:
+        budget: Bytes by "total", "peak", mesh axes ("data,fsdp"), a kind of collective, or both
+            ("fsdp all-gather").
+        mesh: Mesh of the program.
+
+    Raises:
+        TypeError: It is no mapping of texts to bytes.
+        ValueError: A key names no axis and no kind, or a text is no number of bytes.
+    """
+    check_type("budget", budget, Mapping, "a dict such as {'fsdp': '25 GB', 'peak': '90 GB'}")
+    axes = () if mesh is None else mesh.axis_names
+    return [_limit(key, value, axes) for key, value in budget.items()]
+
+
+def _limit(key: Any, value: Any, axes: Sequence[str]) -> Limit:
+    check_type("a key of budget", key, str, "a mesh axis, a kind of collective, total or peak")
+    name = f"budget[{brief(key)}]"
+    key, size = key.strip(), _checked_bytes(name, value)
+    if key in _WORDS:
+        return Limit(key, frozenset(), KINDS, size)
+    words = re.split(r"[,\s]+", key)
+    for word in words:
+        if word not in (*axes, *KINDS):
+            near = nearest(word, [*axes, *KINDS, *_WORDS])
+            raise ValueError(
+                f"{name}: {brief(word)} is no mesh axis and no kind of collective"
+                + (f" (did you mean {near}?)" if near else "")
+                + f"; the program has {'the axes ' + ', '.join(axes) if axes else 'no mesh'}; "
+                f"kinds are {', '.join(KINDS)}; or write total or peak"
+            )
+    kinds = tuple(word for word in words if word in KINDS)
+    return Limit(key, frozenset(words) - {*KINDS}, kinds or KINDS, size)
+
+
+def _checked_bytes(name: str, value: Any) -> int:
+    try:
+        size = byte_count(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    check_real(name, size)
+    if isinstance(size, bool) or not 0 <= size < math.inf:
+        raise ValueError(f"{name} is {value}; it must be bytes, such as '25 GB'")
+    return int(size)
+
+
+def over_budget(program: Program, limits: Sequence[Limit]) -> Iterator[Finding]:
+    """Yield findings about what is over the budget, and about what is not known."""
+    for limit in limits:
+        yield from _of_peak(program, limit) if limit.key == "peak" else _of_sent(program, limit)
+
+
+def _of_peak(program: Program, limit: Limit) -> Iterator[Finding]:
+    peak = program._costs.peak
+    if peak is None:
+        message = "peak: this backend does not tell the memory of executables: it is not known"
+        yield budget_finding("warning", message, 0, _ELSEWHERE)
+    elif peak > limit.bytes:
+        yield _over(limit, f"needs {bytes_shown(peak)}", peak, "")
+
+
+def _of_sent(program: Program, limit: Limit) -> Iterator[Finding]:
+    if not program.has_text:
+        return
+    rows = [
+        row for row in program.collectives if limit.axes <= {*row.axes} and row.kind in limit.kinds
+    ]
+    size, endless = sum(row.sent_at_least for row in rows), [r for r in rows if r.times is None]
+    least = "at least " if endless else ""
+    if size > limit.bytes:
+        what = f"sends {least}{bytes_shown(size)} in a step"
+        yield _over(limit, what, size, f": {largest(rows)}")
+    elif endless:
+        message = (
+            f"{limit.key}: each device sends {bytes_shown(size)} with one iteration of each loop "
+            f"whose trip count is not known: whether that is within {bytes_shown(limit.bytes)} in "
+            f"a step is not known: {largest(endless)}"
+        )
+        fix = "let the loop have a constant number of iterations, or leave out this budget"
+        yield budget_finding("warning", message, size, fix)
+
+
+def _over(limit: Limit, what: str, size: int, rows: str) -> Finding:
+    excess = size - limit.bytes
+    message = (
+        f"{limit.key}: each device {what}, {bytes_shown(excess)} over the budget of "
+        f"{bytes_shown(limit.bytes)}{rows}"
+    )
+    return budget_finding("error", message, excess, _FIX)
