@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import html
 import importlib
 import json
 import os
@@ -194,31 +193,6 @@ def lock(small, tmp_path):
     return path
 
 
-@pytest.mark.parametrize("command", ["check", "plan", "explain"])
-def test_a_lock_is_asked_by_itself(small, lock, command):
-    """It has the model, the rules and the mesh."""
-    path = ["embed"] if command == "explain" else []
-    more = ["--replicated", "norm"] if command == "check" else []
-    told = run(command, lock, *path, *more)
-    model, rules = small
-    whole = run(command, model, *path, "-r", rules, "-m", "fsdp=2,tp=4")
-    assert told.exit_code == whole.exit_code
-    lines = set(whole.stdout.splitlines()) - {"--fix prints the missing rules"}
-    assert set(told.stdout.splitlines()) == lines
-    for words in (["-r", rules], ["-m", "tp=2"], ["--dialect", "nnx"], ["--min-size", "3"]):
-        refused = run(command, lock, *path, *words)
-        assert refused.exit_code == 2
-        assert "a lock has its own rules and mesh, so leave out --rules" in refused.stderr
-    missing = run(command, model, *path, "-r", rules)
-    assert missing.stderr == "error: the following arguments are required: --mesh/-m; see --help\n"
-    assert missing.exit_code == 2
-
-
-def test_what_a_lock_is_no_model_for(lock):
-    assert "this is a lock of a plan; give the model" in run("suggest", lock, "-m", "tp=2").stderr
-    assert "--fix adds to a rule file" in run("check", lock, "--fix").stderr
-
-
 def test_locks_are_compared(small, lock, tmp_path):
     """And a lock beside a model says the mesh."""
     model, rules = small
@@ -232,12 +206,8 @@ def test_locks_are_compared(small, lock, tmp_path):
         ((lock, other), 1, "mesh fsdp=2,tp=4 -> fsdp=4,tp=2"),
         ((lock, model), 2, "not a lock; for a model, give --rules"),
         ((lock, tmp_path / "gone"), 2, "gone: no such lock"),
-        ((lock, lock, "-m", "tp=2"), 2, "a lock has its own rules and mesh, so leave out --rules"),
-        ((lock, lock, "-r", "r"), 2, "a lock has its own rules and mesh, so leave out --rules"),
+        ((lock, lock, "-m", "tp=2"), 2, "a lock has its own rules and mesh: leave out --rules"),
         ((lock, lock, "--dialect", "keras"), 2, "a lock has its own rules and mesh"),
-        ((lock, lock, "--min-size", "8"), 2, "a lock has its own rules and mesh"),
-        ((lock, lock, "--no-fallbacks"), 2, "a lock has its own rules and mesh"),
-        ((lock, lock, "--companions", "lora"), 2, ""),
     ):
         done = run("diff", *words)
         assert (done.exit_code, told in done.output) == (code, True), done.output
@@ -264,20 +234,11 @@ def test_a_module_s_tree_and_rules(tmp_path, monkeypatch):
     assert "no weights here" in broken.stderr
 
 
-def many_leaves(folder):
-    """A model of 100 paths that do not fold, which is more than a plan's `repr` has, and rules."""
-    names = [f"{a}{b}" for a in "abcdefghij" for b in "abcdefghij"]
-    model, rules = folder / "m.json", folder / "r.json"
-    model.write_text(json.dumps({"params": [[f"{name}/kernel", [8, 8], "BF16"] for name in names]}))
-    rules.write_text(json.dumps({"rules": [["kernel", ["fsdp", "tp"]]]}))
-    return model, rules
-
-
-def on_terminal(*words, columns, **environment):
+def on_terminal(*words, **environment):
     """What the command line writes on a terminal, without what it has wiped out."""
     ours, theirs = pseudo_terminal()
     line = [sys.executable, "-m", "shardrules", *map(str, words)]
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), **environment}
+    environment = {**os.environ, "TERM": "xterm-256color", **environment}
     with subprocess.Popen(line, stdout=theirs, stderr=theirs, env=environment):
         os.close(theirs)
         chunks = []
@@ -289,61 +250,12 @@ def on_terminal(*words, columns, **environment):
     return text.replace("\r\n", "\n")
 
 
-def plain(text):
-    return re.sub(r"\x1b\[[0-9;]*m", "", text)
-
-
-SHOWN = [
-    ("plan", "-m", "fsdp=2,tp=4"),
-    ("check", "-m", "fsdp=2,tp=4,dp=2"),
-    ("sweep", "--devices", "8", "--axes", "fsdp,tp", "--most", "2", "--hbm", "100kB"),
-]
-
-
-@pytest.mark.parametrize("words", SHOWN)
-def test_a_wide_terminal_is_shown_what_a_pipe_gets_but_for_colours(words, tmp_path):
-    command, *more = words
-    model, rules = many_leaves(tmp_path)
-    shown = on_terminal(command, model, "-r", rules, *more, columns=200)
-    piped = run(command, model, "-r", rules, *more).stdout
-    assert (plain(shown), "\x1b[" in shown, "\x1b[" in piped) == (piped, True, False)
-    assert plain(shown) == on_terminal(
-        command, model, "-r", rules, *more, columns=200, NO_COLOR="1"
-    )
-    if command == "plan":
-        assert piped.count("/kernel ") == 100
-    if command == "sweep":
-        assert "... and 2 more meshes" in piped
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-def test_a_table_fits_a_terminal(columns, tmp_path):
-    model, rules = tmp_path / "m.json", tmp_path / "r.json"
-    long = "model/layers/{}/self_attention/projections/query_projection/kernel"
-    arrays = [[long.format(n), [4, 512, 512], "BF16"] for n in range(3)]
-    arrays.append(["a_single_word_that_is_longer_than_any_column_of_a_terminal_may_be", [8], "F32"])
-    model.write_text(json.dumps({"params": arrays}))
-    rules.write_text(json.dumps([["kernel", [None, "fsdp", "tp"]], [".*", []]]))
-    for words in (("plan", "-m", "fsdp=2,tp=4"), ("sweep", "--devices", 8, "--axes", "fsdp,tp")):
-        lines = plain(on_terminal(words[0], model, "-r", rules, *words[1:], columns=columns))
-        table = lines.splitlines()[words[0] == "plan" :]
-        assert max(map(len, table[:3])) <= columns
-        assert any("..." in line for line in table) or words[0] == "sweep"
-    plan = plain(on_terminal("plan", model, "-r", rules, "-m", "fsdp=2,tp=4", columns=columns))
-    (path,) = (line.split()[0] for line in plan.splitlines() if "kernel" in line)
-    assert {"...", "kernel"} <= {*path.replace("...", "/.../").split("/")}
-    assert {*path.replace("...", "/").split("/")} <= {*long.format("{0..2}").split("/"), ""}
-    assert ("... without" in plan) == (columns == 80)
-    assert long.format("{0..2}") in run("plan", model, "-r", rules, "-m", "fsdp=2,tp=4").stdout
-
-
-def test_colours_are_chosen(small):
+def test_a_terminal_is_shown_what_a_pipe_gets_but_for_colours(small):
     model, rules = small
-    words = ("plan", model, "-r", rules, "-m", "fsdp=2,tp=4", "--color")
-    always, never, auto = (run(*words, choice).stdout for choice in ("always", "never", "auto"))
-    assert "\x1b[31m" in always
-    assert plain(always) == never == auto
-    assert "\x1b[" not in on_terminal(*words, "never", columns=200)
+    words = ("check", model, "-r", rules, "-m", "fsdp=2,tp=4,dp=2")
+    shown, piped = on_terminal(*words), run(*words).stdout
+    assert ("\x1b[31m" in shown, "\x1b[" in piped) == (True, False)
+    assert re.sub(r"\x1b\[[0-9;]*m", "", shown) == piped == on_terminal(*words, NO_COLOR="1")
 
 
 @pytest.mark.parametrize(
@@ -371,7 +283,7 @@ def test_quiet_leaves_the_result(small, tmp_path):
     assert (loud.exit_code, quiet.exit_code) == (1, 1)
     hints = ["1 error, 0 warnings, 0 info", "--fix prints the missing rules"]
     assert loud.stdout.splitlines() == [*quiet.stdout.splitlines(), *hints]
-    for more in (["--replicated", "embed"], ["--format", "json"], ["--companions", "lora"]):
+    for more in (["--replicated", "embed"], ["--format", "json"]):
         assert "--fix" not in run("check", *words[:-1], *more).stdout
     rules.write_text('[[rules]]\npattern = "(?=w)"\nspec = []\n[[rules]]\npattern = ""\nspec = []')
     assert run("plan", *words[:-1]).stderr.startswith("note: `re`")
@@ -379,106 +291,76 @@ def test_quiet_leaves_the_result(small, tmp_path):
     assert run("plan", *words, "--hbm", "0").stderr.startswith("error: ")
 
 
-FALLBACKS = {
-    "rules": [["wq(?=/kernel)", ["fsdp", "tp"]], ["(.)\\1\x1b", []], [".*", []]],
-    "replicated": ["(?<!x)norm"],
-}
-COMMANDS = {
-    "plan": [], "plan --format json": [], "check": ["--fail-on", "never"], "explain": [],
-    "sweep": [], "diff": [],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_rules_that_fall_back_to_re_are_named_and_may_be_refused(small, tmp_path, command):
+def test_rules_that_fall_back_to_re_are_named(small, tmp_path):
     model, rules = small[0], tmp_path / "rules.json"
-    rules.write_text(json.dumps(FALLBACKS))
-    lock = tmp_path / "plan.lock"
-    assert run("plan", model, "-r", rules, "-m", "tp=4", "--lock", lock).exit_code == 0
-    name, *more = command.split()
-    place = {"explain": [model, "embed"], "diff": [lock, model]}.get(name, [model])
-    args = [name, *place, "-r", rules, "-m", "tp=4", *more, *COMMANDS[command]]
-    result = run(*args)
-    assert result.exit_code == 0
-    named = [
+    rules.write_text(
+        json.dumps([["wq(?=/kernel)", ["fsdp", "tp"]], ["(.)\\1\x1b", []], [".*", []]])
+    )
+    told = run("plan", model, "-r", rules, "-m", "tp=4")
+    assert told.stderr.splitlines() == [
         "note: `re`, not the automaton, evaluates rule 0 'wq(?=/kernel)' (lookahead)",
         r"note: `re`, not the automaton, evaluates rule 1 '(.)\\1\x1b' (backreference)",
-        "note: `re`, not the automaton, evaluates replicated '(?<!x)norm' (negative lookbehind)",
     ]
-    assert result.stderr.splitlines() == named
-    assert "not the automaton" not in result.stdout
-    refused = run(*args, "--no-fallbacks")
-    assert (refused.exit_code, refused.stdout) == (2, "")
-    assert refused.stderr.startswith(f"error: {rules}: --no-fallbacks, but the automaton cannot")
-    for line in named:
-        assert line.partition("evaluates ")[2] in refused.stderr
-    rules.write_text(json.dumps({"rules": [["wq/kernel", ["tp"]], [".*", []]]}))
-    fine = run(*args, "--no-fallbacks")
-    assert (fine.exit_code, fine.stderr) == (int(command == "diff"), "")
-
-
-def test_many_rules_that_fall_back_are_named_briefly(small, tmp_path):
-    model, rules = small[0], tmp_path / "rules.json"
     rules.write_text(json.dumps([*([f"(?={i})", []] for i in range(10)), [".*", []]]))
     told = run("plan", model, "-r", rules, "-m", "tp=4").stderr.splitlines()
-    assert len(told) == 6
-    assert told[-1] == "... and 5 more patterns"
+    assert (len(told), told[-1]) == (6, "... and 5 more patterns")
 
 
-def test_a_declared_pattern_of_the_command_line_may_not_backtrack_either(small):
-    model, rules = small
-    args = ("check", model, "-r", rules, "-m", "tp=4", "--fail-on", "never")
-    fine = run(*args, "--replicated", "(m+)+$", "--no-fallbacks")
-    assert (fine.exit_code, fine.stderr) == (0, "")
-    told = run(*args, "--replicated", "(?=m)")
-    assert "evaluates replicated '(?=m)' (lookahead)" in told.stderr
-    refused = run(*args, "--replicated", "(?=m)", "--no-fallbacks")
-    assert refused.exit_code == 2
-    assert "replicated '(?=m)' (lookahead)" in refused.stderr
-    invalid = run(*args, "--replicated", "embed", "--replicated", "(")
-    assert invalid.exit_code == 2
-    assert "replicated[2]: missing )" in invalid.stderr
-
-
-def test_companions_on_the_command_line(tmp_path):
-    model, rules, of_file = tmp_path / "m.json", tmp_path / "r.json", tmp_path / "f.json"
-    model.write_text(json.dumps({"params": [["layers/q/kernel", [4, 64, 64], "F32"],
-                                            ["layers/q/lora_a", [4, 64, 8], "F32"]]}))  # fmt: skip
-    rows = [[r"layers/\d+/q/kernel", ["fsdp", "tp"]]]
-    rules.write_text(json.dumps(rows))
-    following = {"stacked": ["layers"], "companions": ["lora"]}
-    of_file.write_text(json.dumps({"rules": rows, **following}))
-    options = ["-m", "fsdp=2,tp=2"]
-    asked = [*options, "--stacked", "layers", "--companions", "lora"]
-    told = [
-        run("explain", model, "layers/q/lora_a", "-r", rules, *asked).stdout,
-        run("explain", model, "layers/q/lora_a", "-r", of_file, *options).stdout,
-    ]
-    assert "follows        layers/0/q/kernel" in told[0]
-    assert told[0] == told[1]
-    assert run("check", model, "-r", rules, *asked).exit_code == 0
-    assert run("check", model, "-r", rules, *options).exit_code == 1
-    assert run("plan", model, "-r", rules, *asked, "--lock", tmp_path / "l").exit_code == 0
-    assert run("diff", tmp_path / "l", model, "-r", rules, *asked).exit_code == 0
-    assert run("diff", tmp_path / "l", model, "-r", of_file, *options).exit_code == 0
-    assert run("sweep", model, "-r", rules, *asked).exit_code == 0
-    unknown = run("plan", model, "-r", rules, *options, "--companions", "lorra")
-    assert unknown.exit_code == 2
-    assert "companions[0]: there is no table 'lorra'" in unknown.output
-    idle = run("check", model, "-r", of_file, *options, "--companions", "quantized")
-    assert "QUANTIZED finds no leaf" in idle.stdout
-
-
-def test_rules_of_several_files_are_not_mended(small, tmp_path):
+def test_rules_of_several_files_are_merged(small, tmp_path):
     model, rules = small
     own = tmp_path / "own.json"
     own.write_text(json.dumps([["embed", ["tp"]]]))
-    words = ("-m", "fsdp=2,tp=2", "-r", rules, "-r", own)
-    done = run("explain", model, "embed", *words)
+    done = run("explain", model, "embed", "-m", "fsdp=2,tp=2", "-r", rules, "-r", own)
     assert (done.exit_code, "P('tp', None)" in done.stdout) == (0, True), done.output
     assert f"these rules are not read: rules of {rules}" in done.stderr
-    done = run("check", model, *words, "--fix")
-    assert (done.exit_code, "--rules of one file" in done.stderr) == (2, True)
+
+
+FIXES = [
+    (
+        "toml",
+        '[[rules]]\npattern = "wq"\nspec = ["tp"]\n',
+        "at the end of the list",
+        'pattern = "embed"',
+    ),
+    ("toml", '[[rules]]\npattern = ".*"\nspec = []\n', "before rule 0", 'pattern = "embed"'),
+    ("json", '[["wq", ["tp"]]]', "at the end of the list", '["embed", ["tp", "fsdp"]],'),
+    ("py", 'RULES = [("wq", ("tp",))]', "at the end of the list", "(r'embed', P('tp', 'fsdp')),"),
+]
+
+
+@pytest.mark.parametrize(("suffix", "text", "where", "told"), FIXES)
+def test_rules_to_paste(small, tmp_path, monkeypatch, suffix, text, where, told):
+    monkeypatch.chdir(tmp_path)
+    sys.modules.pop("own_rules", None)
+    Path(f"own_rules.{suffix}").write_text(text)
+    source = "own_rules:RULES" if suffix == "py" else f"own_rules.{suffix}"
+    words = ("check", small[0], "-r", source, "-m", "fsdp=2,tp=2")
+    done = run(*words, "--fix")
+    assert done.exit_code == 1
+    assert re.match(rf"# {source}: \d rules? to paste {where}:\n", done.stdout), done.output
+    assert told in done.stdout
+    assert run(*words, "--fix", "--fail-on", "never").exit_code == 0
+    if suffix == "toml" and "before" not in where:
+        Path(source).write_text(text + done.stdout)
+        assert run(*words).exit_code == 0
+        fine = run(*words, "--fix")
+        assert (fine.exit_code, fine.stdout) == (0, "")
+        assert "no rule is to be added" in fine.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('companions = ["lora"]\nrules = [["wq", ["tp"]]]', "leave out companions"),
+        ('kind = "logical"\nrules = [["embed", ["tp"]]]', "logical axis names"),
+    ],
+)
+def test_what_is_not_fixed(small, tmp_path, text, told):
+    rules, model = tmp_path / "own.toml", small[0]
+    rules.write_text(text)
+    model.write_text(json.dumps(SMALL | {"logical_axes": {}}))
+    done = run("check", model, "-r", rules, "-m", "tp=2", "--fix")
+    assert (done.exit_code, told in done.stderr) == (2, True), done.output
 
 
 def test_suggested_rules_are_clean_under_check(small, tmp_path):
@@ -507,52 +389,22 @@ def test_a_report_that_fails_leaves_nothing_behind(small, tmp_path, monkeypatch)
     assert not page.exists()
 
 
-def test_the_report_ends_with_suggested_rules(small, tmp_path):
-    model, rules = small
-    page = tmp_path / "plan.html"
-    result = run("plan", model, "-r", rules, "-m", "fsdp=2,tp=4", "--html", page)
-    assert result.exit_code == 0, result.output
-    assert "no suggested rules" not in result.stderr
-    last = page.read_text().rpartition("<h2>")[2]
-    assert last.startswith("Suggested rules</h2>")
-    written = run("suggest", model, "-m", "fsdp=2,tp=4", "--format", "toml").stdout
-    assert html.escape(written.strip()) in last
-    # Names without end: no rules can be written, and the report stands without them.
-    many = [[f"{chr(97 + i % 26)}{hash_of(i)}", [8, 8], "F32"] for i in range(5000)]
-    model.write_text(json.dumps({"params": many}))
-    result = run("plan", model, "-r", rules, "-m", "fsdp=2,tp=4", "--html", page)
-    assert result.exit_code == 0, result.output
-    assert "the report has no suggested rules: " in result.stderr
-    assert "<h2>Suggested rules" not in page.read_text()
-
-
-def hash_of(number):
-    """Letters that differ for each number."""
-    return "".join(chr(97 + int(digit)) for digit in str(number))
-
-
-MENDED = """pattern = 'wq/kernel'|pattern = "embed"|pattern = "norm\""""
-
-
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        ("-m fsdp=8 --format python", 0, 'P(None, "fsdp")'),
+        ("-m fsdp=8 --format python", 0, "P(None, 'fsdp')"),
         ("-m fsdp=8 --format text", 0, "rule 0 wq/kernel: 2 leaves"),
         ("-m fsdp=8 --dialect nnx", 0, 'dialect = "nnx"'),
         ("", 2, "give a mesh with --mesh, or --devices"),
-        ("-m fsdp=8 --devices 8", 2, "--mesh and --devices exclude each other"),
+        ("-m fsdp=8 --devices 8", 2, "'--mesh' and '--devices' exclude each other"),
         ("--devices 8 --hbm 1MB", 2, "there is no room"),
         ("-m fsdp=8 --dialect maxtext", 2, "for logical axis names"),
         ("-m fsdp=8 --format yaml", 2, "not one of 'toml', 'python', 'text'"),
-        ("-m fsdp=2,tp=4 --like RULES", 0, MENDED),
     ],
 )
 def test_suggested_rules_in_other_forms(small, words, code, told):
-    model, rules = small
-    result = run("suggest", model, *words.replace("RULES", str(rules)).split())
-    patterns = [line for line in result.stdout.splitlines() if line.startswith("pattern")]
-    output = "|".join(patterns) if told == MENDED else result.output
+    result = run("suggest", small[0], *words.split())
+    output = result.output.replace("'-m' / ", "")
     assert (result.exit_code, told in output) == (code, True), result.output
 
 
@@ -579,8 +431,8 @@ def test_a_manifest_is_written_without_rules(tmp_path, monkeypatch, target):
     monkeypatch.syspath_prepend(str(tmp_path))
     words = ("manifest", "shapes_here:model")
     if target == "stream":
-        (tmp_path / "out.json.gz").write_bytes(run(*words).stdout_bytes)
-        target = "out.json.gz"
+        target = "out.json"
+        (tmp_path / target).write_bytes(run(*words).stdout_bytes)
     else:
         assert run(*words, "-o", target).exit_code == 0
     assert ((tmp_path / target).read_bytes()[:2] == b"\x1f\x8b") is target.endswith(".gz")
@@ -654,10 +506,10 @@ OFF = "--level catch-all=off"
         (f"{OFF} --budget device=80MB", 0, ""),
         (f"{OFF} --budget device=80MB --optimizer adam", 1, "error[budget]: 2"),
         (f"{OFF} --budget device=v5p --optimizer adam --gradients same", 0, ""),
-        ("--optimizer adam", 2, "--optimizer needs --hbm or --budget"),
-        ("--budget peak=1GB", 2, "--budget: peak is of prove; what is planned is of device"),
-        ("--budget device", 2, "--budget: 'device': write it as memory=bytes"),
-        ("--budget device=1GB --budget device=2GB", 2, "--budget: 'device' has two values"),
+        ("--optimizer adam", 2, "'--optimizer' needs '--hbm' or '--budget'"),
+        ("--budget peak=1GB", 2, "'--budget': peak is of prove; what is planned is of device"),
+        ("--budget device", 2, "'--budget': 'device': write it as memory=bytes"),
+        ("--budget device=1GB --budget device=2GB", 2, "'--budget': 'device' has two values"),
     ],
 )  # fmt: skip
 def test_what_check_tells_and_how_it_exits(small, options, code, told):
@@ -666,19 +518,6 @@ def test_what_check_tells_and_how_it_exits(small, options, code, told):
     assert (done.exit_code, told in done.output) == (code, True), done.output
     if OFF in options:
         assert done.stdout.count("error[") == code
-
-
-def test_a_diff_is_an_annotation(small, lock, monkeypatch):
-    model, rules = small
-    monkeypatch.setenv("GITHUB_WORKSPACE", str(model.parent))
-    words = ("diff", lock, model, "-r", rules, "--format", "github")
-    assert run(*words).stdout == "no differences\n"
-    rules.write_text(rules.read_text().replace('["fsdp", "tp"]', '["fsdp"]'))
-    done = run(*words)
-    assert done.exit_code == 1
-    assert done.stdout.startswith("::warning file=rules.toml,title=shardrules diff::rules:%0A")
-    assert "%0A~ layers/{0,1}/wq/kernel  P('fsdp', 'tp') -> P('fsdp', None)" in done.stdout
-    assert len(done.stdout.splitlines()) == 1
 
 
 def test_a_manifest_that_is_old_is_told(tmp_path, monkeypatch):
@@ -707,7 +546,10 @@ def test_a_manifest_that_is_old_is_told(tmp_path, monkeypatch):
     assert difference.startswith("~ w  (8, 8) -> (16, 8)") or "[8, 8] -> [16, 8]" in difference
     assert Path("m.json").read_bytes() == before
     both = run("manifest", "old_manifest:model", "--check", "m.json", "-o", "n.json")
-    assert (both.exit_code, "--check and --output exclude each other" in both.stderr) == (2, True)
+    assert (
+        both.exit_code,
+        "'--check' and '-o' / '--output' exclude each other" in both.stderr,
+    ) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -718,7 +560,7 @@ def test_a_manifest_that_is_old_is_told(tmp_path, monkeypatch):
         (32, "--fail-on grown", 0),
         (66, "--fail-on grown", 1),
         (66, "--fail-on grown --tolerance 5%", 0),
-        (66, "--fail-on grown --tolerance 0.01", 1),
+        (66, "--fail-on grown --tolerance 1%", 1),
         (66, "--fail-on never", 0),
     ],
 )

@@ -113,7 +113,7 @@ def files_given(directory, **changes):
 
 OPTIONS = (
     "--level", "--large", "--fail-on", "--replicated", "--optional-axes", "--data-axes", "--dialect",
-    "--min-size", "--head-dim", "{}",
+    "--head-dim", "{}",
 )  # fmt: skip
 
 
@@ -129,11 +129,9 @@ def commands(model, rules, mesh, directory, tail):
         "explain": ["explain", model, "layers/w", *both[1:]],
         "explain another": ["explain", model, "embed/x", *both[1:]],
         "sweep": ["sweep", model, "--rules", rules, "--mesh", mesh, "--mesh", "fsdp=2"],
-        "no fallbacks": ["plan", *both, "--no-fallbacks"],
-        "suggest toml": ["suggest", model, "--mesh", mesh, "--like", rules],
-        "suggest python": [
-            "suggest", model, "--mesh", mesh, "--like", rules, "--format", "python",
-        ],
+        "fix": ["check", *both, "--fix"],
+        "suggest toml": ["suggest", model, "--mesh", mesh],
+        "suggest python": ["suggest", model, "--mesh", mesh, "--format", "python"],
         "diff": ["diff", lock, *both],
         "diff of locks": ["diff", lock, str(directory / "harmless.lock")],
     }  # fmt: skip
@@ -187,7 +185,11 @@ def told(here, monkeypatch, name, changes, *of_check):
             # What the user's own code raises is told with its lines, if several with the fix behind.
             count = len(name.splitlines()) if " has raised RuntimeError: " in err else 1
             errors = err.count("\n") - (count if count > 1 else 0)
-            lines = None if is_terminal or "suggest" in command else (out.count("\n"), errors)
+            lines = (
+                None
+                if is_terminal or command.startswith(("suggest", "fix"))
+                else (out.count("\n"), errors)
+            )
             summary = out.split("\n")[-2:] if command == "check" and code != 2 else None
             found[command, is_terminal] = (code, lines, summary)
     return found

@@ -16,12 +16,11 @@ from shardrules._base.hardware import public_hardware
 from shardrules._base.io import DEFAULT_MEMORY
 from shardrules._cli.command import commands, names
 from shardrules._plan.codec import DIALECTS, LOGICAL_DIALECTS
-from shardrules._plan.files.rules import TABLES
 from shardrules._plan.findings import LEVELS
 from tests.support import command_page
 from tests.support.command_line import invoke, options_of
 
-PLAN = {"model": "model", "mesh": {"tp": 2}, "rules": (), "min_size": 0, "stacked": ()}
+PLAN = {"model": "model", "mesh": {"tp": 2}, "rules": ("r",)}
 COMMANDS = {command.name: command for command in commands()}
 
 
@@ -30,11 +29,9 @@ COMMANDS = {command.name: command for command in commands()}
     [
         ("model -m tp=2", {}),
         ("-m tp=2 model", {"max_memory": DEFAULT_MEMORY}),
-        ("--mesh=tp=2 model --min-size 3", {"min_size": 3}),
         ("model -m tp=2 --lock -x", {"lock": "-x"}),
-        ("model -mtp=2 --hbm 2GiB", {"hbm": 2 << 30}),
-        ("model -m tp=2 --stacked a --stacked=-b", {"stacked": ("a", "-b")}),
-        ("model -m tp=2 --companions lora,quantized", {"companions": ("lora", "quantized")}),
+        ("model -mtp=2 --hbm 5GB", {"hbm": 5 * 10**9}),
+        ("model -m tp=2 --rules=-b", {"rules": ("r", "-b")}),
         ("model -m tp=2 --gradients same --optimizer adam", {"gradients": True, "optimizer": "adam"}),
         ("model -m tp=2 --gradients BF16", {"gradients": "bfloat16"}),
         ("model -m tp=2 --dialect NNX", {"dialect": sr.dialects.NNX}),
@@ -46,7 +43,7 @@ COMMANDS = {command.name: command for command in commands()}
     ],
 )  # fmt: skip
 def test_words_are_options(words, options):
-    got = vars(options_of("plan", *words.split()))
+    got = vars(options_of("plan", "-r", "r", *words.split()))
     assert got | PLAN | options == got
 
 
@@ -67,29 +64,27 @@ def test_words_of_sweep_are_options(words, options):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("plan", "the following arguments are required: SOURCE"),
-        ("sweep", "the following arguments are required: SOURCE"),
-        ("explain -r x", "the following arguments are required: SOURCE, PATH"),
-        ("plan m", "the following arguments are required: --rules/-r, --mesh/-m"),
-        ("plan m -m", "option '-m' requires an argument"),
-        ("plan m --no-fallbacks=3", "option '--no-fallbacks' does not take a value"),
-        ("plan --mash fsdp=8", "there is no option --mash (did you mean --mesh?)"),
-        ("check --replicatd norm", "there is no option --replicatd (did you mean --replicated?)"),
-        ("plan m --zzzzzzzz=3", "there is no option --zzzzzzzz"),
-        ("plan m -z", "there is no option -z"),
-        ("plan -- m --x", "got unexpected extra argument (--x)"),
-        ("plan m --min-size -1", "--min-size: -1 is not in the range x>=0"),
-        ("plan m --min-size 1.5", "--min-size: '1.5' is not a valid number"),
+        ("plan", "Missing argument 'SOURCE'"),
+        ("explain -r x", "Missing argument 'SOURCE'"),
+        ("plan m", "Missing option '-r' / '--rules'"),
+        ("plan m -r r", "Missing option '-m' / '--mesh'"),
+        ("plan m -m", "'-m' requires an argument"),
+        ("check m --fix=3", "'--fix' does not take a value"),
+        ("plan --mash fsdp=8", "Did you mean"),
+        ("plan m -z", "No such option"),
+        ("plan -r r -m tp=2 -- m --x", "Got unexpected extra argument (--x)"),
+        ("check m -r r -m tp=2 --head-dim 1.5", "'--head-dim': '1.5' is not a valid number"),
         ("chek", "there is no command 'chek' (did you mean check?)"),
         ("help chek", "there is no command 'chek' (did you mean check?)"),
         ("zzz", f"there is no command 'zzz'; there are {', '.join(names())}"),
-        ("--nothing", "there is no option --nothing"),
     ],
-)  # fmt: skip
+)
 def test_other_words_are_refused(words, message):
     refused = invoke(*words.split())
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert refused.stderr == f"error: {message}; see --help\n"
+    assert refused.stderr.startswith("error: ")
+    assert refused.stderr.endswith("; see --help\n")
+    assert message in refused.stderr
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -116,12 +111,11 @@ def test_the_example_of_each_command_runs(name, tmp_path, monkeypatch):
         "plan", "model.json", "-r", "rules.toml", "-m", "fsdp=2", "--lock", "plan.lock"
     )
     assert planned.exit_code == 0
-    if name == "init":
-        Path("rules.toml").unlink()
     example = COMMANDS[name].epilog.removeprefix("Example: shardrules ")
+    example = example.replace("my_package.model:shapes", "model.json")
     done = invoke(*example.partition(" > ")[0].split())
     assert (done.exit_code, done.stderr) == (0, "")
-    assert done.stdout_bytes
+    assert done.stdout_bytes or name == "manifest"
 
 
 def test_the_help_names_what_there_is():
@@ -129,7 +123,6 @@ def test_the_help_names_what_there_is():
     shown = " ".join(invoke("plan", "--help").stdout.split())
     assert f"Semantics of the rules: {', '.join(sorted(DIALECTS))}; of logical" in shown
     assert f"of logical rules {', '.join(LOGICAL_DIALECTS)}. Default" in shown
-    assert f"Leaves that follow others: {', '.join(TABLES)}." in shown
     of_solve = " ".join(invoke("solve", "--help").stdout.split())
     assert f"without --on: {', '.join(public_hardware())}; or" in of_solve
     assert f"--fail-on [{'|'.join(LEVELS)}|never]" in invoke("check", "-h").stdout
@@ -167,7 +160,6 @@ def test_the_page_of_commands_is_theirs():
     [
         ("shardrules ch", {"plain,check"}),
         ("shardrules check x --fail", {"plain,--fail-on"}),
-        ("shardrules check x --optimizer adam --job a --fail", {"plain,--fail-on"}),
         ("shardrules check x --fail-on w", {"plain,warning"}),
         ("shardrules check x --format ", {"plain,text", "plain,json", "plain,github"}),
         ("shardrules check x --rules ", {"file,"}),

@@ -49,7 +49,6 @@ NOT_RUN = {
         "it needs the compiler for CUDA; tests/cuda proves such a step",
     ],
     "docs/budgets.md": ["train is yours; tests/tpu runs the same options on a step of its own"],
-    "docs/ci.md": ["tests/cli/test_project.py has such a step"],
     "docs/meshes.md": [
         "needs several processes; tests/support/process_worker.py is the one that runs"
     ],

@@ -291,12 +291,6 @@ def test_companions_of_a_rule_file(write):
     stacks = (sr.stacked("layers"), sr.stacked("h", "h_*", axis=1, mesh_axis="stage"))
     tables = (*sr.QUANTIZED, *sr.LORA)
     assert read_rule_source(path).companions == (*stacks, *tables, sr.unstacked("encoder"))
-    also = {"stacked": ["blocks"], "companions": ["lora"]}
-    more = read_rule_source(path, None, also).companions
-    assert more == (*stacks, sr.stacked("blocks"), *tables, sr.unstacked("encoder"))
-    assert read_rule_source(write("y.json", [["w", ["tp"]]]), None, also).companions == (
-        sr.stacked("blocks"), *sr.LORA,
-    )  # fmt: skip
     assert sr.read_rules(write("z.json", [["w", ["tp"]]])).companions == ()
 
 

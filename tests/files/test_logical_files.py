@@ -177,8 +177,6 @@ def test_names_of_a_manifest(files):
         ("plan MODEL", 0, "embed: 0, mlp: 1"),
         ("check MODEL", 0, ""),
         ("explain MODEL layers/0/wi", 0, "dim 0 'embed': rule 0"),
-        ("plan MODEL --min-size 3", 2, "path"),
-        ("plan MODEL --stacked layers", 2, "path"),
         ("plan MODEL --dialect keras", 2, "path"),
     ],
 )

@@ -41,7 +41,7 @@ def written(path: Path, *rows) -> Path:
 @pytest.mark.parametrize("name", ["llama-3.1-405b", "easylm-llama-3.1-405b", "flax-gpt-j-6b"])
 def test_a_plan_of_files_is_that_of_the_command_line(name, rules):
     path = corpus.manifest_path(name)
-    how = HowToPlan((str(rules),), None, (), (), 0, 1 << 29, no_fallbacks=False)
+    how = HowToPlan((str(rules),), None, 1 << 29)
     theirs = plan_model(str(path), how, MESH)
     read = sr.read_rules(rules)
     ours = sr.plan(sr.read_model(path), read.rules, MESH)

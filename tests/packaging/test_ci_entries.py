@@ -143,7 +143,7 @@ def test_the_action_and_the_hook_run_the_project_file(job, rules, code):
 def test_the_action_needs_a_model_or_a_project(job):
     result = run_step(CHECK, given())
     assert result.returncode == 2
-    assert "the following arguments are required: SOURCE; or a project file" in result.stderr
+    assert "Missing argument 'SOURCE'. Or write a project file here" in result.stderr
 
 
 def test_modules_of_the_checkout_do_not_run_instead(job):

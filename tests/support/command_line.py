@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
-from shardrules._cli.app import APP, run
+from shardrules._cli import APP, run
 from shardrules._cli.process import code_of
 
 

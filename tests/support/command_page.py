@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import click
 
-from shardrules._cli.app import APP
+from shardrules._cli import APP
 from shardrules._cli.command import commands
 from tests.support.folders import ROOT
 
 PAGE = ROOT / "docs" / "command-line.md"
 _COMMANDS = re.compile(r"(?<=<!-- commands -->\n).*?(?=<!-- /commands -->)", re.S)
-_OF_ALL = ("quiet", "color")
 
 
 def written(text: str) -> str:
-    """The page with the commands as they are."""
+    """The page with the commands as they are; what is of several commands is said once."""
     made = [*commands()]
-    general = [each for each in made[0].params if each.name in _OF_ALL]
-    parts = ["", *map(_section, made), "## All commands", "", *_table(general), ""]
+    counts = Counter(row for command in made for row in map(_row, command.params))
+    shared = [row for row, count in counts.items() if count > 1]
+    parts = ["", *(_section(command, shared) for command in made)]
+    parts += ["## Options of several commands", "", *_table(shared), ""]
     return _COMMANDS.sub(lambda _: "\n".join([*parts, ""]), text)
 
 
-def _section(command: click.Command) -> str:
-    options = [option for option in command.params if option.name not in _OF_ALL]
-    example = command.epilog.replace(": ", ": `") + "`"
-    return "\n".join(
-        [f"## {command.name}", "", command.help, "", example, "", *_table(options), ""]
-    )
+def _section(command: click.Command, shared: list[str]) -> str:
+    rows = [row for row in map(_row, command.params) if row not in shared]
+    others = [_name(each) for each in command.params if _row(each) in shared]
+    example = command.epilog.removeprefix("Example: ")
+    about = f"{' '.join(command.help.split())} Options, beside {', '.join(others)}:"
+    return "\n".join([f"## {command.name}", "", f"`{example}`", "", about, "", *_table(rows), ""])
 
 
-def _table(options: list[click.Parameter]) -> list[str]:
-    return ["| option | meaning |", "|---|---|", *map(_row, options)]
+def _table(rows: list[str]) -> list[str]:
+    return ["| option | meaning |", "|---|---|", *rows] if rows else []
+
+
+def _name(option: click.Parameter) -> str:
+    return f"`{option.metavar if isinstance(option, click.Argument) else option.opts[-1]}`"
 
 
 def _row(option: click.Parameter) -> str:

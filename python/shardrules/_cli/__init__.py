@@ -1,19 +1,72 @@
-"""`main`, the entry point of the command `shardrules`; click's commands are in `app.py`."""
+"""`shardrules` as a click group, whose commands are files that are imported when they are run."""
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from shardrules._cli.app import run
-from shardrules._cli.process import exit_with
+import click
+
+from shardrules import __version__
+from shardrules._base.text import printable
+from shardrules._cli.command import CONTEXT, command_named, names
+from shardrules._cli.process import FAILED, exit_with, print_note
+from shardrules._cli.types import did_you_mean
 
 _ALLOCATIONS: Final = 1_000_000
 _DEVICES: Final = ("accel*", "vfio/*", "nvidia*", "kfd")
 """What there is in /dev of TPUs and GPUs."""
+_COMPLETE: Final = "_SHARDRULES_COMPLETE"
+_EPILOG: Final = f"""\b
+Exit codes:
+  0        Success, without findings or differences.
+  1        Findings, differences, rules to add, or no room: each command says which.
+  2        An error, such as bad input; its message is on stderr.
+  128 + N  An end by signal N.
+
+\b
+More:
+  shardrules help COMMAND
+           The options of a command, with an example.
+  eval "$({_COMPLETE}=bash_source shardrules)"
+           Completion in bash; zsh and fish alike.
+  docs/command-line.md
+           All commands, as a page of the documentation.
+"""
+
+
+class Group(click.Group):
+    """Group of all commands, of which only those that are asked for are imported."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """List the commands."""
+        return names()
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the command of this name."""
+        return command_named(cmd_name) if cmd_name in names() else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command, or say which was meant."""
+        if args[0] not in names() and not ctx.resilient_parsing:
+            near = did_you_mean(args[0], names())
+            raise click.UsageError(f"there is no command {args[0]!r}{near}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+APP: Final = Group(
+    "shardrules",
+    help="Plan, check and budget the sharding of a JAX model's arrays, without a device.",
+    context_settings=CONTEXT,
+    epilog=_EPILOG,
+)
+click.version_option(__version__, message="%(prog)s %(version)s")(APP)
 
 
 def main() -> None:
@@ -26,3 +79,31 @@ def main() -> None:
     # Else the collector would visit all leaves again and again; commands make few cycles.
     gc.set_threshold(_ALLOCATIONS)
     exit_with(run)
+
+
+def _run_jobs(*asked: Any) -> int:
+    from shardrules._cli.project import run_jobs
+
+    return run_jobs(*asked)
+
+
+def run() -> int:
+    """Run the command that the process's arguments name, and return the exit code.
+
+    What the command raises is for `exit_with`.
+    """
+    words = sys.argv[1:]
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
+    if instruction := os.environ.get(_COMPLETE):
+        from click.shell_completion import shell_complete
+
+        return shell_complete(APP, {}, "shardrules", _COMPLETE, instruction)
+    try:
+        with APP.make_context("shardrules", [*words] or ["--help"], obj=_run_jobs) as ctx:
+            return int(APP.invoke(ctx))
+    except click.exceptions.Exit as end:
+        return end.exit_code if words else FAILED
+    except click.UsageError as error:
+        print_note(f"error: {printable(error.format_message()).rstrip('.')}; see --help")
+        return FAILED

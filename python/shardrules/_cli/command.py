@@ -13,7 +13,6 @@ from typing import Any, Final
 import click
 from click.core import ParameterSource
 
-from shardrules._base.text import nearest
 from shardrules._cli.process import QUIET
 from shardrules._cli.types import FILE, KeyValues
 
@@ -24,6 +23,7 @@ CONTEXT: Final = {
 }
 _JOBS: Final = "shardrules.jobs"
 """Key of `click.Context.meta`: the words of a command whose arguments are those of jobs."""
+Decorator = Callable[[Any], Any]
 
 
 class Option(click.Option):
@@ -31,20 +31,39 @@ class Option(click.Option):
 
     def __init__(
         self, declarations: Sequence[str], *, needs: tuple[str, ...] = (),
-        excludes: tuple[str, ...] = (), in_job: bool = True, of_one_job: bool = False,
-        **attributes: Any,
+        excludes: tuple[str, ...] = (), in_job: bool = True, **attributes: Any,
     ) -> None:  # fmt: skip
         if isinstance(attributes.get("type"), KeyValues):
             attributes |= {"multiple": True, "callback": _one_each}
         super().__init__(declarations, **attributes)
         self.needs, self.excludes, self.in_job = needs, excludes, in_job
-        self.of_one_job = of_one_job or (in_job and self.type is FILE)
 
     def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
         """Read the values; a file may have several as a table, or one without a list."""
         if self.multiple and isinstance(value, str | dict):
             value = [value] if isinstance(value, str) else [*value.items()]
         return super().type_cast_value(ctx, value)
+
+    def check_beside(self, ctx: click.Context) -> None:
+        """Check that what it needs is there, and nothing that it excludes."""
+        if not _is_given(ctx, self):
+            return
+        others = {each.name: each for each in ctx.command.params}
+        if self.needs and not any(ctx.params[name] for name in self.needs):
+            needed = " or ".join(others[name].get_error_hint(ctx) for name in self.needs)
+            raise click.UsageError(f"{self.get_error_hint(ctx)} needs {needed}.", ctx)
+        source = ctx.get_parameter_source(str(self.name))
+        for other in (others[name] for name in self.excludes if name in others):
+            # A job's own are no contradiction to those of the command line.
+            if _is_given(ctx, other) and ctx.get_parameter_source(str(other.name)) is source:
+                pair = f"{self.get_error_hint(ctx)} and {other.get_error_hint(ctx)}"
+                raise click.UsageError(f"{pair} exclude each other: leave out either.", ctx)
+
+
+def _is_given(ctx: click.Context, parameter: click.Parameter) -> bool:
+    name = str(parameter.name)
+    source = ctx.get_parameter_source(name)
+    return source not in (None, ParameterSource.DEFAULT) and bool(ctx.params.get(name))
 
 
 def _one_each(ctx: click.Context, option: click.Parameter, pairs: Any) -> dict[str, Any]:
@@ -69,7 +88,6 @@ class Argument(click.Argument):
         return str(self.metavar), self.help or ""
 
 
-Decorator = Callable[[Any], Any]
 option = functools.partial(click.option, cls=Option)
 """Decorator with an option of a command, as `Option` takes it."""
 
@@ -104,8 +122,8 @@ class Command(click.Command):
             ctx.meta[_JOBS] = (words, error)
             return []
         for option in () if ctx.resilient_parsing else self.params:  # a shell completes a part
-            if isinstance(option, Option) and (option.needs or option.excludes):
-                _check_beside(ctx, option)
+            if isinstance(option, Option):
+                option.check_beside(ctx)
         return rest
 
     def invoke(self, ctx: click.Context) -> int:
@@ -116,59 +134,23 @@ class Command(click.Command):
         return super().invoke(ctx) or 0
 
 
-def _check_beside(ctx: click.Context, option: Option) -> None:
-    """Check that what an option needs is there, and nothing that it excludes."""
-    name = str(option.name)
-    # What a run has for all jobs need not be of use to each.
-    if not _is_given(ctx, name) or (isinstance(ctx.obj, str) and not option.in_job):
-        return
-    if option.needs and not any(ctx.params[other] for other in option.needs):
-        others = " or ".join(said(ctx, other) for other in option.needs)
-        raise click.UsageError(f"{said(ctx, name)} needs {others}", ctx)
-    for other in filter(functools.partial(_is_given, ctx), option.excludes):
-        why = f"{said(ctx, name)} and {said(ctx, other)} exclude each other: leave out either"
-        raise click.UsageError(why, ctx)
-
-
-def _is_given(ctx: click.Context, name: str) -> bool:
-    source = ctx.get_parameter_source(name)
-    return source not in (None, ParameterSource.DEFAULT) and bool(ctx.params.get(name))
-
-
-def said(ctx: click.Context | None, name: str) -> str:
-    """Return a parameter as who gave it knows it: an option, an argument, or a key of a file."""
-    if ctx is None:
-        return name
-    if ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP:
-        return name.replace("_", "-")
-    parameter = next(each for each in ctx.command.params if each.name == name)
-    is_argument = isinstance(parameter, Argument)
-    return str(parameter.metavar) if is_argument else max(parameter.opts, key=len)
-
-
 def _set_quiet(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     ctx.meta[QUIET] = value
+    ctx.color = False if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else None
 
 
-def _set_color(ctx: click.Context, _: click.Parameter, choice: str) -> None:
-    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    ctx.color = choice == "always" if choice != "auto" else False if is_plain else None
-
-
-_of_run = functools.partial(option, in_job=False)
-_in_place_of_arguments = functools.partial(_of_run, excludes=("model", "function", "before"))
+_in_place_of_arguments = functools.partial(
+    option, in_job=False, excludes=("model", "function", "before")
+)
 _OF_JOBS: Final = [
     _in_place_of_arguments("--project", type=FILE, help="Run the jobs of this project file, "
-        "whoever owns it, and import what they name as package.module:function. Default: the file "
-        "in the current folder, or the nearest above it."),
+        "whoever owns it, and import what they name as package.module:function. Default: "
+        "shardrules.toml in the current folder."),
     _in_place_of_arguments("--job", metavar="NAME", help="Run this job alone, with any options."),
 ]  # fmt: skip
 _OF_ALL: Final = [
-    _of_run("-q", "--quiet", is_flag=True, is_eager=True, expose_value=False, callback=_set_quiet,
-        help="Write the result and errors alone: no notes, hints or progress."),
-    _of_run("--color", type=click.Choice(["auto", "always", "never"]), default="auto",
-        is_eager=True, expose_value=False, callback=_set_color,
-        help="Colours: by default on a terminal, unless NO_COLOR is set."),
+    option("-q", "--quiet", is_flag=True, is_eager=True, expose_value=False, callback=_set_quiet,
+        in_job=False, help="Write the result and errors alone: no notes, hints or progress."),
 ]  # fmt: skip
 
 
@@ -221,26 +203,3 @@ def command_named(name: str) -> Command:
     """Import the command of this name."""
     made: Command = getattr(importlib.import_module(f".commands.{name}", __package__), name)
     return made
-
-
-def usage_message(error: click.UsageError) -> str:
-    """Return the message of wrong words, as one line, with options in the place of parameters."""
-    parameters: list[Any] = error.ctx.command.params if error.ctx else []
-    if isinstance(error, click.NoSuchOption):
-        flags = [flag for each in parameters if isinstance(each, Option) for flag in each.opts]
-        near = nearest(error.option_name, flags)
-        hint = f" (did you mean {near}?)" if near else ""
-        return f"there is no option {error.option_name}{hint}"
-    if isinstance(error, click.MissingParameter) and error.ctx is not None:
-        # Those that are there were read before.
-        missing = (
-            each for each in parameters if each.required and each.name not in error.ctx.params
-        )
-        flags = ["/".join(reversed(each.opts)) if isinstance(each, Option) else each.metavar
-                 for each in missing]  # fmt: skip
-        return f"the following arguments are required: {', '.join(flags)}"
-    text = error.message if isinstance(error, click.BadParameter) else error.format_message()
-    if isinstance(error, click.BadParameter) and error.param is not None:
-        text = f"{said(error.ctx, str(error.param.name))}: {text}"
-    text = text.rstrip(".")
-    return text[:1].lower() + text[1:]

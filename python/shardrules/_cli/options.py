@@ -12,10 +12,6 @@ from shardrules._cli.command import Decorator, argument, bundle, option
 
 # Names of dialects, tables, memories and devices are text here, which tests compare: help imports
 # no modules that have them.
-_MODEL: Final = (
-    "The model: a safetensors file, index or directory; an orbax checkpoint; a JSON manifest, also "
-    "gzipped; - for a manifest on standard input; or package.module:function, which returns a tree."
-)
 DEVICES: Final = (
     "v5p:8x8x8, v5e:4x4, v6e:16x16, v4:4x4x4, tpu7x:4x4x4, or as clouds have it v5p-1024; or GPUs "
     "of a host, and hosts: h100:8x16, h200:8, b200:8x2, gb200:72x2"
@@ -26,18 +22,20 @@ Sizes = dict[str, int]
 """Devices per mesh axis."""
 
 model = functools.partial(argument, "model", metavar="SOURCE", type=types.FILE)
-of_model: Final = model(about=_MODEL)
-of_model_or_lock: Final = model(about=f"{_MODEL} Or a lock, which has its rules and mesh.")
+of_model: Final = model(
+    about="The model: a safetensors file, index or directory; an orbax checkpoint; a JSON "
+    "manifest, also gzipped; - for a manifest on standard input; or package.module:function, which "
+    "returns a tree."
+)
 of_step: Final = argument(
     "function", metavar="FUNCTION",
     about="package.module:function, which takes the mesh and, with --rules, the rules, and returns "
     "(step, arguments, outputs) or (step, arguments), as shardrules.prove takes them.",
 )  # fmt: skip
 mesh = functools.partial(option, "-m", "--mesh", type=types.MESH)
-of_model_on: Final = mesh(
-    help="Devices per mesh axis, such as dp=8,fsdp=16,tp=4. Needed for a model."
-)
+of_mesh: Final = mesh(required=True, help="Devices per mesh axis, such as dp=8,fsdp=16,tp=4.")
 rules = functools.partial(option, "-r", "--rules", type=types.FILE, multiple=True)
+of_step_rules: Final = rules(help="Rules that the function takes behind the mesh.")
 devices = functools.partial(option, "--devices", type=types.Number(min=1))
 axes = functools.partial(option, "--axes", type=types.AXES)
 on = functools.partial(option, "--on", metavar="TOPOLOGY", type=types.TOPOLOGY)
@@ -63,9 +61,6 @@ head_dim: Final = option(
     "--head-dim", type=types.Number(min=1),
     help="Size of an attention head. Default: that of a q_norm or k_norm, if there is one.",
 )  # fmt: skip
-html: Final = option(
-    "--html", type=types.FILE, help="Write an HTML report to this path; it works offline."
-)
 fail_on: Final = option(
     "--fail-on", type=click.Choice(["error", "warning", "info", "never"]), default="error",
     help="Minimum level that makes the exit code 1.",
@@ -83,28 +78,14 @@ class HowToPlan(NamedTuple):
 
     rules: tuple[str, ...]
     dialect: Any
-    stacked: tuple[str, ...]
-    companions: tuple[str, ...]
-    min_size: int
     max_memory: int
-    no_fallbacks: bool
 
 
-how_to_plan: Final = bundle(
-    HowToPlan, "how",
-    rules(help="The rules: a TOML or JSON file, MaxText's YAML, or package.module:NAME; files "
-        "after the first are merged over it. Needed for a model."),
-    dialect,
-    option("--stacked", metavar="PATH", multiple=True, help="Path of a stack of layers, for rules "
-        "of single layers; repeatable. Beside those of the rule file."),
-    option("--companions", type=types.NAMES, default="", show_default=False,
-        help="Leaves that follow others: lora, quantized. Beside those of the rule file."),
-    option("--min-size", type=types.Number(min=0), default=0,
-        help="Replicate leaves with fewer elements."),
-    max_memory,
-    option("--no-fallbacks", is_flag=True, help="Refuse patterns that only Python's backtracking "
-        "`re` can match, path by path."),
-)  # fmt: skip
+def how_to_plan(*, needs_rules: bool = True) -> Decorator:
+    """Make a decorator with what says how a model is planned."""
+    of_model = rules(required=needs_rules, help="The rules: a TOML or JSON file, MaxText's YAML, "
+        "or package.module:NAME; files after the first are merged over it.")  # fmt: skip
+    return bundle(HowToPlan, "how", of_model, dialect, max_memory)
 
 
 def moments(optimizer: str | None, dtype: str) -> tuple[str, ...] | None:
@@ -132,10 +113,8 @@ class ToCount(NamedTuple):
     @property
     def training(self) -> dict[str, Any]:
         """Arguments of `Plan.bytes_per_device`."""
-        return {
-            "gradients": self.gradients,
-            "optimizer": moments(self.optimizer, self.optimizer_dtype),
-        }
+        dtypes = moments(self.optimizer, self.optimizer_dtype)
+        return {"gradients": self.gradients, "optimizer": dtypes}
 
 
 def memory(*needs: str) -> Decorator:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-
-import click
 
 from shardrules._base.io import FileError, memory_within
 from shardrules._base.text import and_more
@@ -17,7 +14,7 @@ from shardrules._plan.files.manifest import arrays_of
 from shardrules._plan.files.models import nested_dicts, read_arrays
 from shardrules._plan.files.modules import is_module_form, load_object
 from shardrules._plan.files.rules import RuleFile, read_rule_source
-from shardrules._plan.findings import NOTHING, Declared, all_declared, compiled_replicated
+from shardrules._plan.findings import NOTHING, Declared, all_declared
 from shardrules._plan.plan import Plan
 from shardrules._plan.planning import plan
 from shardrules._rules.dialects import EFORMER, LINEN, LogicalDialect
@@ -39,83 +36,35 @@ class Planned(NamedTuple):
 
 
 def plan_model(
-    source: str, how: HowToPlan, mesh: dict[str, int] | None, declared: Declared = NOTHING
+    source: str, how: HowToPlan, mesh: dict[str, int], declared: Declared = NOTHING
 ) -> Planned:
-    """Plan a model within the bound on memory, or take the plan of a lock; notes go to stderr."""
-    if is_lock(source):
-        if mesh or any(how._replace(max_memory=0)):
-            raise FileError(
-                f"{source}: a lock has its own rules and mesh, so leave out --rules, --mesh and "
-                "what else says how to plan; or give the model"
-            )
-        return plan_lock(source, how.max_memory, declared)
+    """Plan a model within the bound on memory; notes go to stderr."""
     with working(f"reading {source}"), memory_within(how.max_memory):
-        rules, mesh = _rules_of(how, mesh, declared)
-        fallbacks = [*dict.fromkeys(_fallbacks(rules))]
-        if fallbacks and how.no_fallbacks:
-            raise FileError(
-                f"{', '.join(how.rules)}: --no-fallbacks, but the automaton cannot evaluate "
-                f"{'; '.join(fallbacks)}: rewrite the pattern, or leave out --no-fallbacks"
-            )
-        name, tree, names = read_tree(source, rules.rules.dialect)
-        policy = rules.rules.optional_axes + declared["optional_axes"]
-        given = _with_policy(rules.rules, policy, how.min_size)
-        planned = plan(tree, given, mesh, companions=rules.companions, names=names)
-    notes = [f"note: these rules are not read: {unread}" for unread in rules.unread]
-    # Their time has no bound.
-    lines = [f"note: `re`, not the automaton, evaluates {pattern}" for pattern in fallbacks]
-    for line in notes + lines[:_MOST_FALLBACKS] + and_more(len(lines), _MOST_FALLBACKS, "pattern"):
-        hint(line)
-    return Planned(planned, name, rules)
-
-
-def _rules_of(
-    how: HowToPlan, mesh: dict[str, int] | None, declared: Declared
-) -> tuple[RuleFile, dict[str, int]]:
-    if not how.rules or mesh is None:
-        missing = [*(() if how.rules else ("--rules/-r",)), *(() if mesh else ("--mesh/-m",))]
-        raise click.UsageError(f"the following arguments are required: {', '.join(missing)}")
-    companions = {"stacked": [*how.stacked], "companions": [*how.companions]}
-    rules = read_rule_source(how.rules, how.dialect, companions)
-    return rules._replace(declared=all_declared(rules.declared, declared)), mesh
-
-
-def _with_policy(
-    rules: Rules | LogicalRules, optional_axes: tuple[str, ...], min_size: int
-) -> Rules | LogicalRules:
-    """Return the rules, with what the command line says beside the file."""
-    if isinstance(rules, Rules):
-        return Rules(rules, optional_axes=optional_axes, min_size=min_size or None)
-    if min_size:
-        raise FileError("--min-size: it is for rules of paths, and these are logical")
-    return LogicalRules(rules, optional_axes=optional_axes)
-
-
-def plan_lock(source: str, max_memory: int, declared: Declared = NOTHING) -> Planned:
-    """Return the plan of a lock, planned anew if that is the same: a lock has no corrections."""
-    with memory_within(max_memory):
-        locked = Plan.from_lock(Path(source))
-    fresh = locked.with_rules(locked.rules)
-    same = fresh if fresh.fingerprint() == locked.fingerprint() else locked
-    return Planned(same, source, RuleFile(locked.rules, declared, (), source))
-
-
-def _fallbacks(file: RuleFile) -> Iterator[str]:
-    """Yield each pattern that only `re` evaluates, with the reason."""
-    if isinstance(file.rules, Rules):
-        for rule, why in file.rules.fallbacks:
-            yield f"rule {rule} {file.rules[rule][0]!r} ({why})"
-    replicated = compiled_replicated(file.declared["replicated"])
-    for index, why in replicated.fallbacks:
-        yield f"replicated {replicated[index][0]!r} ({why})"
+        file = read_rule_source(how.rules, how.dialect)
+        optional = file.rules.optional_axes + declared["optional_axes"]
+        if isinstance(file.rules, Rules):
+            given: Any = Rules(file.rules, optional_axes=optional)
+        else:
+            given = LogicalRules(file.rules, optional_axes=optional)
+        name, tree, names = read_tree(source, file.rules.dialect)
+        planned = plan(tree, given, mesh, companions=file.companions, names=names)
+    notes = [f"note: these rules are not read: {unread}" for unread in file.unread]
+    if isinstance(file.rules, Rules):  # whose time has no bound
+        slow = [
+            f"note: `re`, not the automaton, evaluates rule {rule} {file.rules[rule][0]!r} ({why})"
+            for rule, why in file.rules.fallbacks
+        ]
+        notes += [*slow[:_MOST_FALLBACKS], *and_more(len(slow), _MOST_FALLBACKS, "pattern")]
+    for note in notes:
+        hint(note)
+    return Planned(planned, name, file._replace(declared=all_declared(file.declared, declared)))
 
 
 def is_lock(text: str) -> bool:
     """Tell whether the file of this name is a lock."""
-    path = Path(text)
-    if not path.is_file() or path.suffix == ".gz":
+    if not os.path.isfile(text):
         return False
-    with path.open("rb") as file:
+    with open(text, "rb") as file:
         return b'"shardrules lock' in file.read(200)
 
 
@@ -126,8 +75,6 @@ def read_tree(source: str, dialect: Any) -> tuple[str, Any, Any]:
     """
     if is_module_form(source):
         return source, load_object(source), None
-    if is_lock(source):
-        raise FileError(f"{source}: this is a lock of a plan; give the model")
     arrays = read_arrays(source)
     if dialect is None:
         dialect = EFORMER if arrays.logical_axes is None else LINEN
@@ -149,16 +96,15 @@ def shapes_of(source: str, dialect: Any, max_memory: int) -> tuple[Plan, str]:
         return arrays_of(tree, dialect, names), name
 
 
-def step_on(source: str, mesh: Any, rules: Any = None) -> tuple[Any, ...]:
-    """Return the parts of what a function of the mesh gives, and of rules or those in files."""
+def step_on(source: str, mesh: Any, rules: tuple[str, ...] = ()) -> tuple[Any, ...]:
+    """Return the parts of what a function of the mesh, and of the rules in files, gives."""
     from shardrules._program.lowering import step_parts
 
-    given = read_rule_source(rules).rules if rules and type(rules) is tuple else rules
-    arguments = (mesh,) if given is None or given == () else (mesh, given)
+    arguments = (mesh, read_rule_source(rules).rules) if rules else (mesh,)
     return step_parts(load_object(source, *arguments), source)
 
 
-def trace_on(source: str, mesh: dict[str, int], rules: Any = None) -> Step:
+def trace_on(source: str, mesh: dict[str, int], rules: tuple[str, ...] = ()) -> Step:
     """Trace the step that a function returns for a mesh without devices."""
     from shardrules._place.mesh import as_mesh
     from shardrules._program.step.step import trace

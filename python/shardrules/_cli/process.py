@@ -12,18 +12,16 @@ import os
 import re
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Final, NoReturn, TypeVar
+from typing import Final, NoReturn
 
 import click
 
 from shardrules._base.io import FileError
 from shardrules._base.text import printable, printable_lines
 
-T = TypeVar("T")
 FAILED: Final = 2
 """The exit code of a command that has no result."""
 QUIET: Final = "shardrules.quiet"
@@ -64,8 +62,6 @@ def exit_with(command: Callable[[], int]) -> NoReturn:
         signal.signal(number, signal.SIG_DFL)  # nothing is left to clean up
     _drop_unwritten()
     gc.freeze()  # else the interpreter would visit all leaves before it ends
-    if any(thread.daemon for thread in threading.enumerate()):  # such as a compiler's
-        os._exit(code)  # the interpreter would take its libraries from it as it ends
     sys.exit(code)
 
 
@@ -139,46 +135,30 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
         yield lambda _: None
         return
 
-    def show(text: str, erase: str = "\x1b[K") -> None:
-        print(f"{erase}{printable(text)} ...", end="\r", file=sys.stderr, flush=True)
+    def show(text: str) -> None:
+        print(f"\x1b[K{printable(text)} ...", end="\r", file=sys.stderr, flush=True)
 
-    show(what, erase="")
+    show(what)
     try:
         yield show
     finally:
         print(end="\x1b[K", file=sys.stderr, flush=True)
 
 
-def interruptible(call: Callable[[], T]) -> T:
-    """Run a call in which no signal would be heard, such as a compiler's, and return its result.
-
-    It runs in another thread, so that a signal ends the process at once. What it has in the
-    temporary directory goes with it.
-    """
-    import tempfile
-    from concurrent.futures import Future
-
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # it is the other thread's
-            future.set_exception(error)
-
-    before = tempfile.tempdir
-    with tempfile.TemporaryDirectory(prefix="shardrules-", ignore_cleanup_errors=True) as folder:
-        tempfile.tempdir = folder
-        try:
-            threading.Thread(target=run, daemon=True).start()
-            return future.result()
-        finally:
-            tempfile.tempdir = before
-
-
-def _end_process(number: int, _: FrameType | None) -> NoReturn:
-    _received.append(number)
-    raise _EndedError(number)
+@contextmanager
+def ended_at_once() -> Iterator[None]:
+    """Let signals end the process at once: while a compiler is at work, none would be heard."""
+    numbers = [
+        number
+        for number in (signal.SIGINT, *_ENDING)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _open_streams() -> None:
@@ -192,6 +172,11 @@ def _open_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def _end_process(number: int, _: FrameType | None) -> NoReturn:
+    _received.append(number)
+    raise _EndedError(number)
 
 
 def _drop_unwritten() -> None:

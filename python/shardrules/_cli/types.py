@@ -98,10 +98,9 @@ def _memory(value: str | int) -> int:
 
 
 def _share(value: str) -> float:
-    text = value.strip().removesuffix("%")
     with suppress(ValueError):
-        part = float(text) / (100 if text != value.strip() else 1)
-        if 0 <= part < math.inf:
+        part = float(value.removesuffix("%")) / 100
+        if value.endswith("%") and 0 <= part < math.inf:
             return part
     raise ValueError(f"{value!r}: write a part, such as 2%")
 

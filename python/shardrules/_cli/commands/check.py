@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import stat
-import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._cli import options, types
 from shardrules._cli.command import command, option
 
 if TYPE_CHECKING:
-    from shardrules._cli.planning import Planned
-    from shardrules._plan.findings import Finding, Findings
+    from shardrules._plan.findings import Finding
     from shardrules._plan.plan import Plan
 
 _ADDED: Final = frozenset({"unmatched", "catch-all"})
 """Kinds of findings that --fix writes rules for."""
-# Set by the runners of GitHub, Azure and TeamCity, which take commands from a job's output.
-_RUNNERS: Final = ("GITHUB_ACTIONS", "TF_BUILD", "TEAMCITY_VERSION")
 
 
 @command("model.json -r rules.toml -m fsdp=8,tp=4 --fail-on warning", has_jobs=True)
-@options.of_model_or_lock
-@options.how_to_plan
-@options.of_model_on
+@options.of_model
+@options.how_to_plan()
+@options.of_mesh
 @options.memory("hbm", "budget")
 @option("--budget", type=types.PLANNED_BUDGET, help="Maximum bytes of all that is counted in a "
     "device's memory, device=1.2GB.")  # fmt: skip
@@ -42,12 +35,12 @@ _RUNNERS: Final = ("GITHUB_ACTIONS", "TF_BUILD", "TEAMCITY_VERSION")
     help="Mesh axes that shard only batches, and no leaf, such as dp.")  # fmt: skip
 @option("--level", type=types.LEVELS,
     help="Level for a kind of finding: dead=off, uncut=error; repeatable.")  # fmt: skip
-@option("--fix", is_flag=True, in_job=False, of_one_job=True, excludes=("format",),
-    help="Print the rules that are missing, instead of findings: as a patch of a TOML file, or to "
-    "paste into another. Exits with 1 if there are some.")  # fmt: skip
+@option("--fix", is_flag=True, in_job=False, excludes=("format",),
+    help="Print the rules that are missing, to paste, instead of findings. Exits with 1 if there "
+    "are some.")  # fmt: skip
 @options.formats("text", "json", "github")
 def check(
-    *, model: str, how: options.HowToPlan, mesh: options.Sizes | None, memory: options.ToCount,
+    *, model: str, how: options.HowToPlan, mesh: options.Sizes, memory: options.ToCount,
     budget: dict[str, int], fail_on: str, large: int, head_dim: int | None, level: dict[Any, Any],
     fix: bool, format: str, replicated: tuple[str, ...], optional_axes: tuple[str, ...],
     data_axes: tuple[str, ...],
@@ -57,24 +50,30 @@ def check(
     Exits with 1 for findings of at least the level --fail-on. It is an error if the parameters,
     and the gradients and optimizer that are given, need more than --hbm, or than --budget.
     """
-    from shardrules._cli import planning, show
+    from shardrules._cli import planning, process, show
     from shardrules._plan.files.rules import rule_places
     from shardrules._plan.findings import Declared, Findings
 
-    if fix and len(how.rules) != 1:
-        raise ValueError("--fix adds to a rule file, so give a model, and --rules of one file")
     declared = Declared(replicated=replicated, optional_axes=optional_axes, data_axes=data_axes)
-    planned = planning.plan_model(model, how, mesh, declared)
-    plan = planned.plan
-    findings = plan.check(**planned.rules.declared, large=large, head_dim=head_dim, levels=level)
+    plan, _, rules = planning.plan_model(model, how, mesh, declared)
+    findings = plan.check(**rules.declared, large=large, head_dim=head_dim, levels=level)
     over = _over(plan, memory, budget, level.get("memory", "error"))
     findings = Findings([*over, *findings], findings.scope)
     if fix:
-        return _fix(planned, how, head_dim, findings, fail_on)
-    places = rule_places(how.rules[-1], len(plan.rules)) if how.rules else (None, ())
-    show.show_findings(findings, format, *places)
+        from shardrules._plan.suggest.suggest import suggest
+        from shardrules._plan.suggest.suggestion import missing_text
+
+        if rules.companions:
+            raise ValueError("--fix: some leaves follow others: leave out companions, and fix that")
+        suggestion = suggest(plan, like=rules.rules, head_dim=head_dim)
+        if text := missing_text(how.rules[-1], plan, suggestion):
+            print(text, end="")
+            return 0 if fail_on == "never" else 1
+        process.hint(f"no rule is to be added; check without --fix: {findings.summary}")
+        return show.exit_code(findings, fail_on)
+    show.show_findings(findings, format, *rule_places(how.rules[-1], len(plan.rules)))
     kinds = {finding.kind for finding in findings.at_least("warning")}
-    if how.rules and not planned.rules.companions and kinds & _ADDED:
+    if not rules.companions and kinds & _ADDED:
         show.print_hint(format, "--fix prints the missing rules")
     return show.exit_code(findings, fail_on)
 
@@ -96,40 +95,5 @@ def _over(
         yield no_room(needed, hbm, largest[::-1])._replace(level=level)
     if allowed is not None and needed.max > allowed:
         finding = no_room(needed, allowed, largest[::-1])
-        yield finding._replace(
-            kind="budget", message=f"{needed}; the budget is {bytes_shown(allowed)}"
-        )
-
-
-def _fix(
-    planned: Planned, how: options.HowToPlan, head_dim: int | None, findings: Findings, fail_on: str
-) -> int:
-    """Print the rules that a rule file lacks, and return the exit code."""
-    from shardrules._cli import process, show
-    from shardrules._plan.suggest.fix import fix
-
-    text = fix(how.rules[0], planned.rules, planned.plan, dialect=how.dialect, head_dim=head_dim)
-    if not text:
-        if findings.at_least("warning"):
-            process.hint(f"no rule is to be added; check without --fix: {findings.summary}")
-        return show.exit_code(findings, fail_on)
-    _check_obeyed(text)
-    # As bytes: a file's line ends and characters, whatever those of standard output are.
-    sys.stdout.buffer.write(text.encode())
-    return 0 if fail_on == "never" else 1
-
-
-def _check_obeyed(patch: str) -> None:
-    """Check that a CI runner, which reads the output, obeys no line of a patch."""
-    from shardrules._base.text import brief, is_command
-
-    if not any(name in os.environ for name in _RUNNERS):
-        return
-    with suppress(OSError):  # a stream without a number
-        if stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode):
-            return
-    if line := next(filter(is_command, patch.splitlines()), ""):
-        raise ValueError(
-            f"--fix: the CI's runner would obey a line of the patch, {brief(line)}; write the "
-            "patch to a file: shardrules check ... --fix > fix.patch"
-        )
+        message = f"{needed}; the budget is {bytes_shown(allowed)}"
+        yield finding._replace(kind="budget", message=message)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,23 +14,20 @@ from shardrules._cli.types import FILE, SHARE
 if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
 
-_MOST_LINES: Final = 20
-
 
 @command("plan.lock model.json -r rules.toml", has_jobs=True)
 @argument("before", metavar="BEFORE", type=FILE, about="A lockfile or a model.")
 @argument("model", metavar="AFTER", type=FILE, about="A lockfile or a model.")
-@options.how_to_plan
+@options.how_to_plan(needs_rules=False)
 @options.mesh(help="Mesh for models. Default: that of a lock.")
 @option("--fail-on", type=click.Choice(["any", "grown", "never"]), default="any", in_job=False,
     help="What makes the exit code 1: any difference, or more bytes on a device or in its host's "
     "memory.")  # fmt: skip
 @option("--tolerance", type=SHARE, default="0%", in_job=False,
     help="How much may be added with --fail-on grown, such as 2%.")  # fmt: skip
-@options.formats("text", "github")
 def diff(
     *, before: str, model: str, how: options.HowToPlan, mesh: options.Sizes | None, fail_on: str,
-    tolerance: float, format: str,
+    tolerance: float,
 ) -> int:  # fmt: skip
     """Show the differences between two plans.
 
@@ -39,44 +36,30 @@ def diff(
     """
     if tolerance and fail_on != "grown":
         raise ValueError("--tolerance is of --fail-on grown: give it, too")
-    first, second = _sides(before, model, how, mesh)
+    first, second = _sides([before, model], how, mesh)
     differences = first.diff(second)
-    if differences and format == "github":
-        print(_annotation((model, *how.rules)[-1], str(differences).splitlines()))
-    else:
-        print(differences)
+    print(differences)
     if fail_on == "grown":
         sizes = (differences.bytes, differences.host_bytes)
         return 1 if any(new > old * (1 + tolerance) for old, new in sizes) else 0
     return 1 if differences and fail_on == "any" else 0
 
 
-def _sides(
-    before: str, after: str, how: options.HowToPlan, mesh: options.Sizes | None
-) -> list[Plan]:
+def _sides(names: list[str], how: options.HowToPlan, mesh: options.Sizes | None) -> list[Plan]:
     """Plan both sides: locks, or models with rules and a mesh."""
-    from shardrules._base.io import FileError
-    from shardrules._cli.planning import is_lock, plan_lock, plan_model
+    from shardrules._base.io import FileError, memory_within
+    from shardrules._cli.planning import is_lock, plan_model
+    from shardrules._plan.plan import Plan
 
-    sides = (before, after)
-    models = [side for side in sides if not is_lock(side)]
-    if not models:  # which refuse what says how to plan
-        return [plan_model(side, how, mesh).plan for side in sides]
-    locks = {side: plan_lock(side, how.max_memory).plan for side in sides if side not in models}
-    mesh = mesh or next((lock.axis_sizes for lock in locks.values()), None)
-    if not how.rules or mesh is None:
-        why = "not a lock" if Path(models[0]).exists() else "no such lock"
-        raise FileError(f"{models[0]}: {why}; for a model, give --rules and --mesh as well")
-    plans = locks | {side: plan_model(side, how, mesh).plan for side in models}
-    return [plans[side] for side in sides]
-
-
-def _annotation(file: str, lines: list[str]) -> str:
-    """Return a warning for GitHub about the rules, or else the file that comes after."""
-    from shardrules._base.text import and_more
-    from shardrules._cli.show import from_root, page_title
-    from shardrules._plan.findings import github_command
-
-    shown = [*lines[:_MOST_LINES], *and_more(len(lines), _MOST_LINES, "line")]
-    place = from_root(file if Path(file).is_file() else None)
-    return github_command("warning", f"{page_title()} diff", shown, place)
+    with memory_within(how.max_memory):
+        plans = {name: Plan.from_lock(Path(name)) for name in names if is_lock(name)}
+    if plans.keys() >= {*names} and (how.rules or how.dialect or mesh):
+        raise ValueError("a lock has its own rules and mesh: leave out --rules and --mesh")
+    mesh = mesh or next((lock.axis_sizes for lock in plans.values()), None)
+    for name in names:
+        if name not in plans:
+            if not how.rules or mesh is None:
+                why = "not a lock" if Path(name).exists() else "no such lock"
+                raise FileError(f"{name}: {why}; for a model, give --rules and --mesh as well")
+            plans[name] = plan_model(name, how, mesh).plan
+    return [plans[name] for name in names]

@@ -7,13 +7,13 @@ from shardrules._cli.command import argument, command
 
 
 @command("model.json layers/0/wq/kernel -r rules.toml -m fsdp=8,tp=4")
-@options.of_model_or_lock
+@options.of_model
 @argument("path", metavar="PATH", about="The path of the array; or what several arrays that are "
     "alike have in common: a folded path, a glob such as 'layers/*/wq', or the end of their "
     "paths.")  # fmt: skip
-@options.how_to_plan
-@options.of_model_on
-def explain(*, model: str, path: str, how: options.HowToPlan, mesh: options.Sizes | None) -> None:
+@options.how_to_plan()
+@options.of_mesh
+def explain(*, model: str, path: str, how: options.HowToPlan, mesh: options.Sizes) -> None:
     """Explain the spec of one array: the rules that match it, and each correction."""
     from shardrules._cli.planning import plan_model
 

@@ -10,11 +10,12 @@ from shardrules._cli.command import command, option
 from shardrules._cli.types import FILE
 
 
-@command("model.json > shapes.json.gz")
+@command("my_package.model:shapes -o model.json.gz")
 @options.of_model
 @options.dialect
 @options.max_memory
-@option("-o", "--output", type=FILE, help="The file; gzipped if its name ends with .gz.")
+@option("-o", "--output", type=FILE,
+    help="The file, gzipped if its name ends with .gz. Default: standard output.")  # fmt: skip
 @option("--check", type=FILE, excludes=("output",),
     help="Compare with this manifest instead of writing one.")  # fmt: skip
 def manifest(
@@ -22,11 +23,10 @@ def manifest(
 ) -> int:
     """Write the shapes of a model, as a model for places without its code.
 
-    Without --output it goes to standard output, gzipped unless that is a terminal. With --check
-    nothing is written: exits with 1 if the manifest there is not of this model.
+    With --check nothing is written: exits with 1 if the manifest there is not of this model.
     """
     from shardrules._cli.planning import check_targets, shapes_of
-    from shardrules._plan.files.manifest import manifest_text, packed, write_packed
+    from shardrules._plan.files.manifest import manifest_text, write_packed
 
     check_targets({"--output": output}, [model])
     shapes, name = shapes_of(model, dialect, max_memory)
@@ -36,11 +36,8 @@ def manifest(
             print(f"{check} is old: shardrules manifest {model} -o {check}")
         print(differences)
         return 1 if differences else 0
-    text = manifest_text(shapes, name)
     if output:
-        write_packed(output, text)
-    elif sys.stdout.isatty():
-        print(text, end="")
+        write_packed(output, manifest_text(shapes, name))
     else:
-        sys.stdout.buffer.write(packed(text))
+        sys.stdout.write(manifest_text(shapes, name))
     return 0

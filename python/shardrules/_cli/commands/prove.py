@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 @options.on(help=f"The devices to compile for: {options.DEVICES}. Without it XLA for CPU is asked: "
     "a TPU's partitioner may choose otherwise.")  # fmt: skip
 @options.slices
-@options.mesh(required=True, help="Devices per mesh axis, such as fsdp=64,tp=8.")
-@option("--axis-types", type=types.Type("types", types.NAMES.read, str, list), default="auto",
-    help="Types of the mesh axes, one for all or one for each: auto, explicit.")  # fmt: skip
-@options.rules(help="Rules that the function takes behind the mesh.")
+@options.of_mesh
+@option("--axis-types", type=click.Choice(["auto", "explicit"]), default="auto",
+    help="Type of the mesh axes.")  # fmt: skip
+@options.of_step_rules
 @options.hbm(help="Memory that the step may need on a device, such as 90GB. Default: that of the "
     "devices of --on.")  # fmt: skip
 @option("--budget", type=types.SENT_BUDGET, help="Maximum bytes that a device sends in a step, "
@@ -40,13 +40,11 @@ if TYPE_CHECKING:
     help="Compare the bytes that are sent, and the peak, with those in this file.")  # fmt: skip
 @option("--update-lock", is_flag=True, in_job=False, needs=("lock",),
     help="Write the file of --lock, instead of comparing with it.")  # fmt: skip
-@options.html
 @options.formats("text", "json", "github")
 def prove(
-    *, function: str, on: str | None, slices: int, mesh: options.Sizes,
-    axis_types: tuple[str, ...], rules: tuple[str, ...], hbm: int | None, budget: dict[str, int],
-    large: int, fail_on: str, time: bool, lock: str | None, update_lock: bool, html: str | None,
-    format: str,
+    *, function: str, on: str | None, slices: int, mesh: options.Sizes, axis_types: str,
+    rules: tuple[str, ...], hbm: int | None, budget: dict[str, int], large: int, fail_on: str,
+    time: bool, lock: str | None, update_lock: bool, format: str,
 ) -> int:  # fmt: skip
     """Ask the compiler for TPUs or GPUs that need not be there what it makes of a step.
 
@@ -56,38 +54,26 @@ def prove(
     from shardrules._base.io import FileError
     from shardrules._base.text import printable_json
     from shardrules._cli import planning, process, show
-    from shardrules._plan.plan import Plan
     from shardrules._program.memory import OutOfMemory
-    from shardrules._program.step_seconds import ProgramTime
     from shardrules._program.verify.prove import head_of, prove, time_shown
 
     if lock and not update_lock and not Path(lock).exists():
         raise FileError(f"{lock}: no such file; write it with --update-lock")
-    planning.check_targets({"--lock": lock, "--html": html})
     devices = _mesh(mesh, on, slices, axis_types)
     step, arguments, *outputs = planning.step_on(function, devices, rules)
-    plans = [argument for argument in arguments if isinstance(argument, Plan)]
-    if html and not plans:
-        raise ValueError("--html: none of the arguments is a Plan, of which the report is")
-    ask = functools.partial(
-        prove, step, *arguments, on=devices, outputs=outputs[0] if outputs else None,
-        large=large, hbm=hbm, budget=budget, time=time,
-    )  # fmt: skip
+    at_once = process.ended_at_once() if time else contextlib.nullcontext()
     try:
-        with process.working(f"asking the compiler for {on or 'CPUs'}"):
-            proof = process.interruptible(ask) if time else ask()
+        with process.working(f"asking the compiler for {on or 'CPUs'}"), at_once:
+            proof = prove(
+                step, *arguments, on=devices, outputs=outputs[0] if outputs else None,
+                large=large, hbm=hbm, budget=budget, time=time,
+            )  # fmt: skip
     except OutOfMemory as refusal:
         print(f"does not fit: {refusal}")
         return 1
     if lock:
         findings = _with_lock(lock, proof.program, proof.findings, is_new=update_lock)
         proof = proof._replace(findings=findings)
-    if html:
-        sections: list[Any] = [proof.findings, proof.program]
-        if isinstance(proof.time, ProgramTime):
-            sections.append(proof.time)
-        page = plans[0].on_mesh(devices).to_html(title=function, sections=sections)
-        show.write_report(html, page)
     if format == "json":
         print(printable_json(proof.to_json()))
     else:
@@ -97,21 +83,16 @@ def prove(
     return show.exit_code(proof.findings, fail_on)
 
 
-def _mesh(sizes: options.Sizes, on: str | None, slices: int, types: tuple[str, ...]) -> Any:
+def _mesh(sizes: options.Sizes, on: str | None, slices: int, axis_types: str) -> Any:
     """Return the mesh: on the devices of --on, or without any, for XLA for CPU."""
     from jax.sharding import AbstractMesh, AxisType
 
     from shardrules._program.topologies.topology import Topology
 
-    known = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-    if len(types) == 1:
-        types *= len(sizes)
-    if len(types) != len(sizes) or not known.keys() >= {*types}:
-        raise click.UsageError("--axis-types: give auto or explicit for all axes, or one for each")
-    kinds = tuple(known[word] for word in types)
+    types = (AxisType.Explicit if axis_types == "explicit" else AxisType.Auto,) * len(sizes)
     if on is not None:
-        return Topology(on, slices).mesh(sizes, axis_types=kinds)
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+        return Topology(on, slices).mesh(sizes, axis_types=types)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
 
 
 def _with_lock(lock: str, program: Program, findings: Findings, *, is_new: bool) -> Findings:

@@ -14,14 +14,14 @@ from shardrules._cli.command import command, option
 @options.of_step
 @options.mesh(required=True, help="Devices per mesh axis, such as fsdp=4,tp=2: processors of this "
     "machine stand for them.")  # fmt: skip
-@options.rules(help="Rules that the function takes behind the mesh.")
+@options.of_step_rules
 @option("--rtol", type=click.FloatRange(min=0), help="The largest difference of a result that is "
     "accepted, by its largest value. Default: eight times what one rounding does.")  # fmt: skip
 @options.fail_on
 @options.formats("text", "json", "github")
 def rehearse(
-    *, function: str, mesh: options.Sizes, rules: str | None, rtol: float | None, fail_on: str,
-    format: str,
+    *, function: str, mesh: options.Sizes, rules: tuple[str, ...], rtol: float | None,
+    fail_on: str, format: str,
 ) -> int:  # fmt: skip
     """Run a small step whole and sharded on this machine, and compare the results.
 

@@ -26,43 +26,22 @@ if TYPE_CHECKING:
 @options.hbm(help="Memory of one device, such as 96GB. Default: that of the devices.")
 @option("--time-limit", metavar="SECONDS", type=types.Number(min=1),
     help="Seconds after which the best so far is taken, with its gap.")  # fmt: skip
-@options.html
 @options.formats("toml", "python", "text",
     about="Output format; text has the choices, and what others cost.")  # fmt: skip
-def solve(*, function: str, html: str | None, format: str, hbm: int | None, **where: Any) -> None:
+def solve(
+    *, function: str, on: str | None, slices: int, mesh: options.Sizes | None,
+    hardware: Hardware | None, axes: tuple[str, ...] | None, rules: tuple[str, ...],
+    hbm: int | None, time_limit: int | None, format: str,
+) -> None:  # fmt: skip
     """Find the sharding of a step that takes least time, and write its rules on standard output.
 
     The lines of with_sharding_constraint follow as comments; time, bound and gap go to standard
     error.
     """
-    from shardrules._cli import process, show
-
-    solution = solved(function, hbm=hbm, **where)
-    suggestion = solution._suggestion
-    if format == "text":
-        print(solution, suggestion, *solution.activations, sep="\n")
-    else:
-        text = suggestion.to_toml() if format == "toml" else suggestion.to_python()
-        print(text.rstrip("\n"), *constraint_lines(solution), sep="\n")
-        process.hint(solution.summary)
-    for note in solver_notes(solution):
-        process.hint(note)
-    if html:
-        page = suggestion.plan.to_html(title=function, hbm=hbm, sections=[suggestion, solution])
-        show.write_report(html, page)
-
-
-def solved(
-    function: str, *, on: str | None, slices: int, mesh: options.Sizes | None,
-    axes: tuple[str, ...] | None, hbm: int | None, hardware: Hardware | None = None,
-    rules: Any = None, time_limit: int | None = None,
-) -> Solution:  # fmt: skip
-    """Solve a step for the devices of a command line."""
     from shardrules._base.io import FileError
-    from shardrules._base.text import mesh_shown
     from shardrules._cli import planning, process
     from shardrules._program.solve.search import progress_shown
-    from shardrules._program.solve.solution import solve as solve_step
+    from shardrules._program.solve.solution import solve
     from shardrules._program.topologies.topology import Topology
 
     place: Any = mesh
@@ -86,19 +65,23 @@ def solved(
             f"{function}: none of the arguments is a Plan: give shardrules.plan of the "
             "parameters, whose rules the solution replaces"
         )
-    what = f"solving for {on or mesh_shown(mesh)}; Ctrl-C takes the best so far"
-    with process.working(what) as show, progress_shown(show):
+    with process.working("solving; Ctrl-C takes the best so far") as show, progress_shown(show):
         try:
-            return solve_step(step, place, hardware=hardware, hbm=hbm, time_limit=time_limit)
+            solution = solve(step, place, hardware=hardware, hbm=hbm, time_limit=time_limit)
         except ValueError as error:  # of several lines, where nothing fits
             raise FileError(*str(error).splitlines()) from None
+    _print(solution, format)
 
 
-def constraint_lines(solution: Solution) -> list[str]:
-    """Return the lines of constraints as comments of a rule file."""
-    return [f"# {line}" for line in solution.activations]
+def _print(solution: Solution, format: str) -> None:
+    from shardrules._cli.process import hint
 
-
-def solver_notes(solution: Solution) -> list[str]:
-    """Return what is to be told beside the rules of a solution."""
-    return [f"not looked into: {text}" for text in solution.step.unmodelled]
+    suggestion = solution._suggestion
+    if format == "text":
+        print(solution, suggestion, *solution.activations, sep="\n")
+    else:
+        text = suggestion.to_toml() if format == "toml" else suggestion.to_python()
+        print(text.rstrip("\n"), *(f"# {line}" for line in solution.activations), sep="\n")
+        hint(solution.summary)
+    for line in solution.step.unmodelled:
+        hint(f"not looked into: {line}")

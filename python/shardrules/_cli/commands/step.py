@@ -8,18 +8,13 @@ from shardrules._cli.command import command, option
 
 @command("my_package.train:step_on --mesh fsdp=64,tp=8")
 @options.of_step
-@options.mesh(required=True, help="Devices per mesh axis, such as fsdp=64,tp=8.")
-@options.rules(help="Rules that the function takes behind the mesh.")
+@options.of_mesh
+@options.of_step_rules
 @option("--array", metavar="PATH",
     help="Say of this argument alone what the step does with its dimensions.")  # fmt: skip
 @options.formats("text", "json")
 def step(
-    *,
-    function: str,
-    mesh: options.Sizes,
-    rules: tuple[str, ...],
-    array: str | None,
-    format: str,
+    *, function: str, mesh: options.Sizes, rules: tuple[str, ...], array: str | None, format: str
 ) -> None:
     """Show what a step does before it is compiled: dimensions, their roles, and FLOPs by line."""
     from shardrules._base.text import printable_json

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._cli import options, types
 from shardrules._cli.command import command, option
@@ -11,12 +12,14 @@ if TYPE_CHECKING:
     from shardrules._plan.answers import Table
     from shardrules._program.verify.sweep import StepSweep
 
+_MOST_ROWS: Final = 20
+
 
 @command("train:step_on --on v5p:8x8x8 --axes fsdp,tp --try batch=256,512")
 @options.model(about="With --rules a model, as for plan. Without, a step: package.module:function, "
     "which takes the mesh, and the choices of --try as keywords, and returns what it does for "
     "prove.")  # fmt: skip
-@options.how_to_plan
+@options.how_to_plan(needs_rules=False)
 @options.mesh(multiple=True, excludes=("on", "devices", "axes"),
     help="A mesh to compare; of a model repeatable.")  # fmt: skip
 @options.on(excludes=("devices",), help="Compare the meshes that exist on these TPUs or GPUs, such "
@@ -29,12 +32,11 @@ if TYPE_CHECKING:
     help="A keyword of the function of a step, and its values, such as batch=256,512,1024 or "
     "remat=true,false; repeatable, and all are tried with all.")  # fmt: skip
 @options.memory()
-@option("--most", type=types.Number(min=1), default=20, help="Maximum number of rows to show.")
-@options.formats("text", "json")
+@options.formats("text", "json", about="Output format; text has the best 20.")
 def sweep(
     *, model: str, how: options.HowToPlan, mesh: tuple[options.Sizes, ...], on: str | None,
-    slices: int, devices: int | None, axes: tuple[str, ...],
-    tries: dict[str, Any], memory: options.ToCount, most: int, format: str,
+    slices: int, devices: int | None, axes: tuple[str, ...] | None,
+    tries: dict[str, Any], memory: options.ToCount, format: str,
 ) -> int:  # fmt: skip
     """Compare meshes: of a model by bytes, or of a step by what the compiler makes of it.
 
@@ -53,51 +55,32 @@ def sweep(
         )
     where: Any = Topology(on, slices) if on else devices
     if not how.rules:
-        _check_step(model, how, mesh, memory)
+        if len(mesh) > 1:
+            raise ValueError("--mesh: of a step give one, or --on or --devices for several")
+        if memory.gradients or memory.optimizer:
+            raise ValueError("a step has its own gradients and optimizer: give --rules of a model")
         with process.working("asking the compiler") as show:
-            steps = swept(
+            programs = swept(
                 find_object(model), mesh[0] if mesh else where, axes or None, tries,
                 hbm=memory.hbm, show=show,
             )  # fmt: skip
-        return _print_steps(steps, most, format)
-    first = mesh[0] if mesh else dict.fromkeys(axes, 1)
+        return _print_programs(programs, format)
+    first = mesh[0] if mesh else dict.fromkeys(axes or (), 1)
     plan = planning.plan_model(model, how, first).plan
     with process.working("trying meshes"):
         rows = plan.sweep(
-            mesh or None, devices=where, axes=axes or None, hbm=memory.hbm, **memory.training,
+            mesh or None, devices=where, axes=axes or None, hbm=memory.hbm,
+            **memory.training,
         )  # fmt: skip
     if format == "json":
         print(rows.to_json())
     else:
-        _print(sweep_table(rows[:most]), rows, most, "mesh", rows.notes)
+        _print(sweep_table(rows[:_MOST_ROWS]), len(rows), "mesh", rows.notes)
     return 0
 
 
-def _check_step(
-    function: str,
-    how: options.HowToPlan,
-    mesh: tuple[options.Sizes, ...],
-    memory: options.ToCount,
-) -> None:
-    """Check that what is said is of a step."""
-    from shardrules._plan.files.modules import is_module_form
-
-    if not is_module_form(function):
-        raise ValueError(
-            f"{function}: a model needs --rules; without them SOURCE is a step, "
-            "package.module:function"
-        )
-    if any((*how._replace(max_memory=0), memory.gradients, memory.optimizer)):
-        raise ValueError(
-            "without --rules SOURCE is a step, of which the compiler is asked: leave out what says "
-            "how a model is planned, --gradients and --optimizer"
-        )
-    if len(mesh) > 1:
-        raise ValueError("--mesh: of a step give one, or --on or --devices for several")
-
-
-def _print_steps(rows: StepSweep, most: int, format: str) -> int:
-    """Print what the compiler made of each program, and return the exit code."""
+def _print_programs(rows: StepSweep, format: str) -> int:
+    """Print what the compiler makes of each program, and return the exit code."""
     from shardrules._base.text import printable
     from shardrules._program.verify.sweep import step_sweep_table
 
@@ -105,17 +88,15 @@ def _print_steps(rows: StepSweep, most: int, format: str) -> int:
         print(rows.to_json())
     else:
         print(printable(rows.heading))
-        _print(step_sweep_table(rows[:most]), rows, most, "program")
+        _print(step_sweep_table(rows[:_MOST_ROWS]), len(rows), "program")
     if not rows.is_whole:
         raise KeyboardInterrupt
     return 1 if not any(row.fits or (row.fits is None and row.peak) for row in rows) else 0
 
 
-def _print(table: Table, rows: Any, most: int, what: str, notes: Any = ()) -> None:
-    """Print the first rows, in red those that do not fit, and how many more there are."""
+def _print(table: Table, count: int, what: str, notes: Sequence[str] = ()) -> None:
+    """Print the first rows, and how many more there are."""
     from shardrules._base.text import and_more, printable
-    from shardrules._cli.show import print_table
 
-    print_table(table, [row.fits is False for row in rows[:most]])
-    for line in (*and_more(len(rows), most, what), *notes):
-        print(printable(line))
+    more = map(printable, (*and_more(count, _MOST_ROWS, what), *notes))
+    print(*table.lines(), *more, sep="\n")

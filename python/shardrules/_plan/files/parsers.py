@@ -18,7 +18,6 @@ _NO_KEY: Final = re.compile(
     re.DOTALL,
 )
 _KEY: Final = re.compile(r"[\w\-. \t]+")
-_CHARACTER: Final = re.compile(r"[^\n]")
 
 
 def parse_toml(path: Path, data: bytes) -> dict[str, Any]:
@@ -33,15 +32,6 @@ def parse_toml(path: Path, data: bytes) -> dict[str, Any]:
         raise FileError(f"{path}: this is not TOML: {error}; correct it there") from None
     except RecursionError:
         raise FileError(f"{path}: the TOML is nested too deeply; rules need 3 levels") from None
-
-
-def without_strings(text: str) -> str:
-    """Make strings underscores and comments spaces, of the same length and lines."""
-
-    def blank(text: re.Match[str]) -> str:
-        return _CHARACTER.sub(" " if text[0].startswith("#") else "_", text[0])
-
-    return _NO_KEY.sub(blank, text)
 
 
 _MOST_MERGED: Final = 10_000
@@ -70,13 +60,6 @@ def parse_yaml(path: Path, data: bytes) -> Any:
         ) from None
     except RecursionError:
         raise FileError(f"{path}: the YAML is nested too deeply; rules need 4 levels") from None
-
-
-def yaml_nodes(text: str) -> Any:
-    """Return the nodes of YAML that `parse_yaml` has read, which know their lines."""
-    import yaml
-
-    return yaml.compose(text, yaml.SafeLoader)
 
 
 def _loader(yaml: Any, most: int) -> type[Any]:

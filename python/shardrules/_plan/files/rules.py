@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -18,7 +17,6 @@ from shardrules._base.io import (
     parse_json,
     path_of,
     read_bytes,
-    text_of,
 )
 from shardrules._base.text import record, shown
 from shardrules._plan.codec import (
@@ -35,7 +33,7 @@ from shardrules._plan.codec import (
 )
 from shardrules._plan.companions import LORA, QUANTIZED, Companion, stacked, unstacked
 from shardrules._plan.files.modules import file_name, is_module_form, load_object
-from shardrules._plan.files.parsers import parse_toml, parse_yaml, without_strings, yaml_nodes
+from shardrules._plan.files.parsers import parse_toml, parse_yaml
 from shardrules._plan.findings import NOTHING, Declared
 from shardrules._rules.dialects import LINEN, MAXTEXT, Dialect, LogicalDialect
 from shardrules._rules.logical_rules import LogicalRules
@@ -53,7 +51,6 @@ _STACKS: Final[Mapping[str, Any]] = {
 # In the order in which they find leaves: the base of a stacked leaf is one of a single layer, for
 # which the tables are; and rules for a stack have no single layers.
 COMPANION_KEYS: Final = ("stacked", "companions", "unstacked")
-_NO_COMPANIONS: Final[Mapping[str, list[str]]] = {}
 _EXAMPLE: Final = '{"rules": [["kernel", ["fsdp", "tp"]], ...]}, or [[rules]] tables in TOML'
 YAML: Final = (".yml", ".yaml")
 # Maximum bytes of memory per byte of a file: for the program of all patterns, and for the name of a
@@ -133,7 +130,6 @@ def read_rules(
 def read_rule_source(
     source: str | Sequence[str],
     dialect: Dialect | LogicalDialect | None = None,
-    companions: Mapping[str, list[str]] = _NO_COMPANIONS,
 ) -> RuleFile:
     """Read the rules in a file, of several that are merged, or of a module.
 
@@ -141,14 +137,13 @@ def read_rule_source(
         source: As in `read_rules`; or `package.module:NAME`, which is a `Rules` or `LogicalRules`,
             a list of (pattern, spec) pairs, or a function that returns one of these.
         dialect: The dialect. Default: the file's, or else eformer's; linen for logical rules.
-        companions: Companions beside those of the file, by its keys.
 
     Raises:
         FileError: There is no such file or object, or its content is invalid.
     """
     sources = [source] if isinstance(source, str) else [*source]
     if len(sources) == 1 and is_module_form(sources[0]):
-        return _of_module(sources[0], dialect, companions)
+        return _of_module(sources[0], dialect)
     content: dict[str, Any] = {}
     unread: list[str] = []
     paths = list(map(path_of, sources))
@@ -163,7 +158,7 @@ def read_rule_source(
         raise _without_rules(of_rules)
     with naming(", ".join(map(str, paths))):
         merged = record_of("", content, _RuleFileTable, _EXAMPLE)
-        return _read_table(of_rules, merged, dialect, companions)._replace(unread=tuple(unread))
+        return _read_table(of_rules, merged, dialect)._replace(unread=tuple(unread))
 
 
 def _table_in(path: Path, unread: list[str]) -> dict[str, Any]:
@@ -190,9 +185,7 @@ def _without_rules(path: Path) -> FileError:
     return FileError(f"{path}: key {key!r}: there is no list of rules; {fix}")
 
 
-def _read_table(
-    path: Path, table: _RuleFileTable, dialect: Any, companions: Mapping[str, list[str]]
-) -> RuleFile:
+def _read_table(path: Path, table: _RuleFileTable, dialect: Any) -> RuleFile:
     _check_dialect(dialect, table.is_logical)
     named = dialect or dialect_named(table.dialect, is_logical=table.is_logical)
     rules = rules_of(table, named)
@@ -200,9 +193,8 @@ def _read_table(
         check_length(f"replicated[{index}]: ", pattern)
         compiled(f"replicated[{index}]: ", pattern)
     declared = Declared(replicated=table.replicated, optional_axes=(), data_axes=table.data_axes)
-    entries = {key: _entries(key, getattr(table, key), companions) for key in COMPANION_KEYS}
     stem = Path(path.name.removesuffix(".gz")).stem
-    return RuleFile(rules, declared, _companions(entries, table.is_logical), stem)
+    return RuleFile(rules, declared, _companions(table), stem)
 
 
 def _check_dialect(dialect: Dialect | LogicalDialect | None, is_logical: bool) -> None:
@@ -211,9 +203,7 @@ def _check_dialect(dialect: Dialect | LogicalDialect | None, is_logical: bool) -
         raise ValueError(f"the rules are {what}, and {dialect.name} is for {whose}")
 
 
-def _of_module(
-    source: str, dialect: Dialect | LogicalDialect | None, companions: Mapping[str, list[str]]
-) -> RuleFile:
+def _of_module(source: str, dialect: Dialect | LogicalDialect | None) -> RuleFile:
     rules = load_object(source)
     is_logical = isinstance(rules, LogicalRules) or isinstance(dialect, LogicalDialect)
     with naming(source):
@@ -223,22 +213,18 @@ def _of_module(
             rules = LogicalRules(rules, dialect or own)  # type: ignore[arg-type]
         elif dialect is not None or not isinstance(rules, Rules):
             rules = Rules(rules, dialect)  # type: ignore[arg-type]
-        records = _companions({key: [*also] for key, also in companions.items()}, is_logical)
-    return RuleFile(rules, NOTHING, records, source.partition(":")[2])
+    return RuleFile(rules, NOTHING, (), source.partition(":")[2])
 
 
-def _entries(key: str, entries: object, also: Mapping[str, list[str]]) -> list[Any]:
-    if not isinstance(entries, list | tuple):
-        raise TypeError(f"{key} is {shown(entries)}; write a list of strings")
-    return [*entries, *also.get(key, [])]
-
-
-def _companions(entries: Mapping[str, list[Any]], is_logical: bool) -> tuple[Companion, ...]:
+def _companions(table: _RuleFileTable) -> tuple[Companion, ...]:
     """Read the entries of each key of companions."""
     records: list[Companion] = []
     for key in COMPANION_KEYS:
-        for index, entry in enumerate(entries.get(key, ())):
-            if is_logical:
+        entries = getattr(table, key)
+        if not isinstance(entries, list | tuple):
+            raise TypeError(f"{key} is {shown(entries)}; write a list of strings")
+        for index, entry in enumerate(entries):
+            if table.is_logical:
                 raise ValueError(f"{key}: it is for rules of paths, and these are logical")
             where = f"{key}[{index}]: "
             records += _table(where, entry) if key == "companions" else [_stack(where, key, entry)]
@@ -267,24 +253,21 @@ def _stack(where: str, key: str, entry: object) -> Companion:
     return stack
 
 
-# Where rules begin, for annotations
-
-_TOML_TABLES: Final = re.compile(r"^[ \t]*(?=\[\[[ \t]*rules[ \t]*\]\])", re.MULTILINE)
-_TOML_LIST: Final = re.compile(r"^[ \t]*rules[ \t]*=[ \t]*(?=\[)", re.MULTILINE)
+_TABLES: Final = re.compile(r"^[ \t]*(?=\[\[[ \t]*rules[ \t]*\]\])", re.MULTILINE)
 
 
 def rule_places(source: str, rules: int) -> tuple[str | None, tuple[int, ...]]:
-    """Return (file, the line of each of its rules from 1 on); None or () if they are not known."""
+    """Return (file, the line of each of its rules in TOML from 1 on), for annotations.
+
+    None or () if they are not known.
+    """
     if is_module_form(source):
         return _file_of_module(source), ()
     path = Path(source)
-    if not path.is_file():  # standard input
-        return None, ()
-    lines: list[int] = []
-    if lines_of := _LINES_OF.get(path.suffix):
-        # What was read once is read again: all that can come is a file that has changed.
-        with suppress(FileError, ValueError, LookupError, StopIteration, RecursionError):
-            lines = list(lines_of(text_of(path, read_bytes(path))))
+    if path.suffix != ".toml" or not path.is_file():
+        return source if path.is_file() else None, ()
+    text = path.read_text(encoding="utf-8", errors="replace")
+    lines = [text.count("\n", 0, table.end()) + 1 for table in _TABLES.finditer(text)]
     return source, tuple(lines) if len(lines) == rules else ()
 
 
@@ -294,35 +277,3 @@ def _file_of_module(source: str) -> str | None:
     if path.suffix != ".py" or not path.is_relative_to(Path.cwd()):
         return None
     return path.relative_to(Path.cwd()).as_posix()
-
-
-def _toml_lines(text: str) -> Iterator[int]:
-    bare = without_strings(text)
-    if rules := _TOML_LIST.search(bare):
-        starts: Iterator[int] = _items_of(bare, rules.end())
-    else:
-        starts = (rules.end() for rules in _TOML_TABLES.finditer(bare))
-    return (bare.count("\n", 0, start) + 1 for start in starts)
-
-
-def _items_of(bare: str, start: int) -> Iterator[int]:
-    """Yield the place of each item of the list that begins there, in a text without strings."""
-    depth, expected = 0, False
-    for place in range(start, len(bare)):
-        char = bare[place]
-        if expected and char not in ", \t\r\n]":
-            yield place
-            expected = False
-        depth += (char in "[{") - (char in "]}")
-        if depth == 0:
-            return
-        expected = expected or (depth == 1 and (char == "," or place == start))
-
-
-def _yaml_lines(text: str) -> Iterator[int]:
-    nodes = yaml_nodes(text)
-    rules = next(value for key, value in nodes.value if key.value == MAXTEXT_KEY)
-    return (rule.start_mark.line + 1 for rule in rules.value)
-
-
-_LINES_OF: Final = {".toml": _toml_lines, ".yml": _yaml_lines, ".yaml": _yaml_lines}

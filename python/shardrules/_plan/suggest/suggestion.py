@@ -1,12 +1,22 @@
-"""Holds the results of `suggest`: rules, the plan under them, and the reason of each rule."""
+"""`Suggestion`: rules, the plan under them, the reason of each rule, and their text.
+
+Patterns have names in them that come from files, so what a terminal or a parser would act upon is
+escaped.
+"""
 
 from __future__ import annotations
 
+import ast
+import json
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from shardrules._base.rule_specs import Fsdp, RuleSpec, plain_spec
+from shardrules._base.specs import spec_shown
 from shardrules._base.text import (
     and_more,
     answer,
@@ -17,8 +27,8 @@ from shardrules._base.text import (
     record,
 )
 from shardrules._plan.answers import Section
+from shardrules._plan.codec import DIALECTS, rule_data, short
 from shardrules._plan.findings import Declared, Findings
-from shardrules._plan.suggest.texts import python_text, toml_text
 from shardrules._rules.patterns import pattern_shown
 from shardrules._rules.rules import Rules
 
@@ -162,7 +172,7 @@ class Suggestion:
             spec = ["fsdp", "tp"]
             <BLANKLINE>
         """
-        return toml_text(self.rules, self.declared, self._heading, self._notes)
+        return _toml_text(self.rules, self.declared, self._heading, self._notes)
 
     def to_python(self) -> str:
         """Write the rules as Python code.
@@ -175,15 +185,16 @@ class Suggestion:
             >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}
             >>> print(sr.suggest(tree, {"fsdp": 2, "tp": 4}).to_python())
             # 1 rule for 1 leaf on fsdp=2,tp=4: 8.19 kB on the fullest device
+            import shardrules as sr
             from jax.sharding import PartitionSpec as P
             <BLANKLINE>
             rules = [
                 # residual 64 by fsdp, hidden 256 by tp
-                (r"up/kernel", P("fsdp", "tp")),
+                (r'up/kernel', P('fsdp', 'tp')),
             ]
             <BLANKLINE>
         """
-        return python_text(self.rules, self._heading, self._notes)
+        return _python_text(self.rules, self._heading, self._notes)
 
     @property
     def _text(self) -> str:
@@ -216,3 +227,116 @@ class Suggestion:
 
     def __str__(self) -> str:
         return "\n".join([self._heading, *map(str, self.reasons), *map(str, self.warnings)])
+
+
+def _toml_text(rules: Rules, declared: Declared, heading: str, notes: Sequence[str]) -> str:
+    """Write a rule file, as `Suggestion.to_toml` documents."""
+    dialect = rules.dialect
+    if DIALECTS.get(dialect.name.lower()) != dialect:
+        raise ValueError(
+            f"to_toml: the dialect {dialect.name} is one of your own, which a rule file cannot "
+            "name; use to_python"
+        )
+    lines = [f"# {heading}", f"dialect = {_toml(dialect.name)}"]
+    lines += [f"{name} = {_toml_value(values)}" for name, values in declared.items() if values]
+    if not len(rules):
+        lines.append("rules = []")
+    for (pattern, value), note in zip(rules, notes, strict=True):
+        lines += ["", *_toml_rule(pattern, value, note)]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_rule(pattern: Pattern, value: Any, note: str) -> list[str]:
+    """Write the lines of a rule, with a note above it."""
+    data = rule_data(pattern, value)
+    if "units" in data:
+        data["units"] = [unit or 1 for unit in data["units"]]  # TOML has no null
+    pairs = [f"{key} = {_toml_value(value)}" for key, value in data.items()]
+    return [f"# {note}", "[[rules]]", *pairs]
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {_toml_value(item)}' for key, item in value.items())} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    return _toml(value) if isinstance(value, str) else str(value).lower()
+
+
+def _toml(text: str) -> str:
+    """Write a TOML string: literally, if it can stand between apostrophes."""
+    if text.isprintable() and printable(text) == text:
+        if "\\" not in text and '"' not in text and text.replace("_", "").isalnum():
+            return f'"{text}"'
+        if "'" not in text:
+            return f"'{text}'"
+    return '"' + "".join(map(_toml_character, text)) + '"'
+
+
+def _toml_character(character: str) -> str:
+    if character in '"\\':
+        return "\\" + character
+    # A runner of a CI system would obey ##[name].
+    if character.isprintable() and character != "#":
+        return character
+    code = ord(character)
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def _python_text(rules: Rules, heading: str, notes: Sequence[str]) -> str:
+    """Write Python code, as `Suggestion.to_python` documents."""
+    lines = [f"# {heading}", "import shardrules as sr"]
+    lines += ["from jax.sharding import PartitionSpec as P", "", "rules = ["]
+    for number, (rule, note) in enumerate(zip(rules, notes, strict=True)):
+        # Rules of `like` may say more, which would be lost.
+        if not {"pattern", "spec", "units"} >= rule_data(*rule).keys():
+            raise ValueError(
+                f"to_python: rule {number} {pattern_shown(rule[0])} has more than a pattern, a "
+                "spec and units: use to_toml, or Suggestion.rules"
+            )
+        lines += [f"    # {note}", f"    {_python_rule(*rule)},"]
+    return "\n".join([*lines, "]"]) + "\n"
+
+
+def _python_rule(pattern: Pattern, value: Any) -> str:
+    """Write a rule as Python code."""
+    spec = plain_spec(value)
+    text = f"sr.{spec!r}" if isinstance(spec, Fsdp) else spec_shown(spec)
+    if isinstance(value, RuleSpec) and value.units:
+        text = f"sr.RuleSpec({text}, units={value.units!r})"
+    return printable(f"({_python(str(pattern))}, {text})")
+
+
+def _python(pattern: str) -> str:
+    """Write a string as people write patterns, if that is the same."""
+    raw = f"r'{pattern}'"
+    with suppress(SyntaxError, ValueError):
+        if ast.literal_eval(raw) == pattern and printable(raw) == raw:
+            return raw
+    return ascii(pattern).replace("#", "\\x23")
+
+
+def missing_text(source: str, plan: Plan, suggestion: Suggestion) -> str:
+    """Write the rules that a suggestion like those of a plan adds, to paste; "" if it adds none.
+
+    They stand before the catch-all that decides their leaves now; `source` has the plan's rules.
+    """
+    rules, won, kept = plan.rules, plan.coverage.won, 0
+    pairs, place = [*suggestion.rules], None
+    for number, rule in enumerate(rules):
+        if kept < len(pairs) and rule == pairs[kept]:
+            kept += 1
+        elif place is None and won[number]:
+            place = number
+    added = zip(pairs[kept:], suggestion._notes[kept:], strict=True)
+    where = "at the end of the list" if place is None else f"before rule {place}"
+    lines = [printable(f"# {source}: {counted(len(pairs) - kept, 'rule')} to paste {where}:")]
+    suffix = Path(source).suffix
+    for (pattern, value), note in added:
+        if suffix == ".toml":
+            lines += [*_toml_rule(pattern, value, note), ""]
+        elif suffix in (".json", ".gz", ".yml", ".yaml"):
+            lines.append(json.dumps(short(rule_data(pattern, value))).replace("#", "\\u0023") + ",")
+        else:
+            lines += [f"# {note}", f"{_python_rule(pattern, value)},"]
+    return "\n".join([*lines, ""]) if kept < len(pairs) else ""
