@@ -7,7 +7,6 @@ from functools import cache, partial
 from math import log2, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._base.dtypes import is_inexact
 from shardrules._program.work import KERNEL_EFFICIENCY
 
 if TYPE_CHECKING:
@@ -91,23 +90,17 @@ class Price:
         return Seconds(compute, memory)
 
     def sending(self, rows: Iterable[SpreadCollective]) -> Seconds:
-        """Return the seconds of collectives."""
+        """Return the seconds of collectives: products wait for activations alone."""
         meanwhile = alone = 0.0
+        arrays = self._spread.arrays
         for row in rows:
             seconds = row.payload * row.trips * self._rate(row)
-            if self.is_meanwhile(row):
+            is_gradient = "reduce" in row.kind and arrays.is_weight(row.value)
+            if is_gradient or row.value in arrays.roles.weights:
                 meanwhile += seconds
             else:
                 alone += seconds
         return Seconds(0.0, 0.0, meanwhile, alone)
-
-    def is_meanwhile(self, row: SpreadCollective) -> bool:
-        """Say whether it is sent while devices compute: products wait for activations alone."""
-        if row.value is None:
-            return False
-        arrays = self._spread.arrays
-        is_sum = "reduce" in row.kind
-        return row.value in arrays.roles.weights or (is_sum and arrays.is_weight(row.value))
 
     def _rate(self, row: SpreadCollective) -> float:
         """Return the seconds of a collective for each byte of its payload."""
@@ -124,8 +117,10 @@ class Price:
         spread, hardware = self._spread, self._machine.hardware
         reads = [number for number in operation.inputs if number is not None]
         dtype = spread.arrays.equations.values[reads[0]].dtype if reads else None
+        rates = hardware.flops_per_second  # those without a figure have that of bfloat16
+        peak = rates.get(getattr(dtype, "name", "bfloat16"), rates.get("bfloat16"))
         share = KERNEL_EFFICIENCY if operation.rule is None else hardware.efficiency
-        speed = _peak(hardware.flops_per_second, dtype) * share
+        speed = (peak or min(rates.values())) * share
         moved = sum(map(spread.bytes, {*reads, *operation.outputs}))
         flops = operation.flops / spread.share(operation)
         return flops / speed, moved / hardware.memory_bytes_per_second
@@ -134,15 +129,6 @@ class Price:
 def is_apart(operation: TracedOperation) -> bool:
     """Say whether XLA computes an operation by itself, and not where its result is read."""
     return operation.name in _MADE or operation.rule is None
-
-
-def _peak(rates: Mapping[str, float], dtype: Any) -> float:
-    """Return the peak for operands of a dtype; of those without a figure that of bfloat16."""
-    name = getattr(dtype, "name", "")
-    if name in rates:
-        return rates[name]
-    least = min(rates.values())
-    return rates.get("bfloat16", least) if dtype is None or is_inexact(dtype) else least
 
 
 class Machine:
@@ -169,8 +155,6 @@ class Machine:
 
     def sent(self, kind: CollectiveKind, axes: Sequence[str], payload: int) -> float:
         """Return the bytes that a device sends by rings, as the compiler writes a collective."""
-        if kind == "collective-permute":
-            return payload
         rounds = 2 if kind == "all-reduce" else 1
         if self._links is not None and kind in self._links(axes).summed:
             rounds *= 2

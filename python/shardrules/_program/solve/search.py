@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from importlib.util import find_spec
-from itertools import combinations, product
+from itertools import product
 from math import floor, inf, prod
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
@@ -229,47 +229,21 @@ class Search:
                 bound = self.seconds
         self.bound = max(self.bound, min(bound, most))
 
-    # Of assignments that are as good, the simplest.
-
     def simplify(self) -> None:
-        """Leave out axes without which the best assignment is as good; the first are on data."""
+        """Leave out axes without which the best assignment is as good."""
         assert self.assignment is not None
         for name, values in self.space.values.items():
             for value in values:
                 if name == STORED or len(value) >= len(self.assignment[name]):
                     break
-                self._take({**self.assignment, name: value})
-        order = list(self.space.sizes)
-        for first, second in combinations(order, 2):
-            turned = {first: second, second: first}
-            changed = {
-                name: tuple(sorted((turned.get(a, a) for a in axes), key=order.index))
-                for name, axes in self.assignment.items()
-            }
-            if self._axes_of_data(changed) < self._axes_of_data(self.assignment):
-                self._take(changed)
-
-    def _axes_of_data(self, assignment: Assignment) -> list[list[int]]:
-        """Return the places of the axes that cut the batch, and of those that weights have."""
-        roles, order = self.space.step._roles.of, list(self.space.sizes)
-        data = [name for name in self.space.values if roles.get(name) == "batch"]
-        return [
-            [order.index(axis) for axis in assignment[name]]
-            for name in (*data, STORED)
-            if name in assignment
-        ]
-
-    def _take(self, assignment: Assignment) -> None:
-        """Have another assignment as the best if it is as good."""
-        assert self.assignment is not None
-        needed = self.resident.bytes(assignment)
-        if (
-            all(assignment[name] in values for name, values in self.space.values.items())
-            and self.terms.total(assignment).total <= self.seconds * (1 + _ROUNDING)
-            and needed <= self.resident.bytes(self.assignment) * (1 + _LITTLE)
-            and needed <= self.space.hbm
-        ):
-            self.assignment = assignment
+                simpler = {**self.assignment, name: value}
+                needed = self.resident.bytes(simpler)
+                if (
+                    self.terms.total(simpler).total <= self.seconds * (1 + _ROUNDING)
+                    and needed <= self.resident.bytes(self.assignment) * (1 + _LITTLE)
+                    and needed <= self.space.hbm
+                ):
+                    self.assignment = simpler
 
 
 def _least(rows: dict[_Row, Bounds]) -> Bounds:

@@ -178,7 +178,10 @@ class Space:
 
     def starts(self) -> list[Assignment]:
         """Return layouts as experts have them, FSDP among them, and that of the program."""
-        axes = (None, *self.sizes)
+        axes = (
+            None,
+            *reversed(self.sizes),
+        )  # of those alike the first has the last axis on weights
         rows = [self._start(i, j) for i in axes for j in axes if i is None or i != j]
         rows.append(self.traced())
         return list({tuple(row.values()): row for row in rows}.values())

@@ -3,7 +3,7 @@
 Each operation computes with the axes that cost least to send: an operand that is cut by an axis
 which another needs elsewhere is gathered, and terms of a sum are added over the axes that cut what
 is summed. What it makes is brought to its layout at once. Constraints in the program are left out:
-the layout stands in their place.
+the layout stands in their place. So are collectives of code by device, which all layouts have.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from itertools import pairwise, product
 from math import gcd, prod
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from shardrules._base.specs import entry_axes
 from shardrules._program.step.equations import CONSTRAINTS
 
 if TYPE_CHECKING:
@@ -21,20 +20,10 @@ if TYPE_CHECKING:
     from shardrules._program.step.equations import Cuts, TracedOperation
     from shardrules._program.step.factors import Factors, Rule
 
-CollectiveKind = Literal[
-    "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"
-]
+CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 _MOST_CHOICES: Final = 256
 ADDS: Final = frozenset({"add", "add_any"})
 """Operations that can add what devices have of sums."""
-# Collectives that code by device has, by the name of the primitive.
-_EXPLICIT: Final[dict[str, CollectiveKind]] = {
-    **dict.fromkeys(["psum", "psum2", "psum_invariant", "pmax", "pmin"], "all-reduce"),
-    **dict.fromkeys(["all_gather", "all_gather_invariant"], "all-gather"),
-    **dict.fromkeys(["reduce_scatter", "psum_scatter"], "reduce-scatter"),
-    "all_to_all": "all-to-all",
-    "ppermute": "collective-permute",
-}
 
 
 class SpreadCollective(NamedTuple):
@@ -46,8 +35,8 @@ class SpreadCollective(NamedTuple):
     """Bytes on a device: the result of an all-gather, the operand of all others."""
     trips: int
     operation: TracedOperation
-    value: int | None
-    """The array that is gathered, or of whose terms the sum is; None in code by device."""
+    value: int
+    """The array that is gathered, or of whose terms the sum is."""
 
 
 class Need(NamedTuple):
@@ -112,8 +101,6 @@ class Spread:
     def run(self, operation: TracedOperation, trips: int) -> None:
         """Count one operation, and bring its results to their layout."""
         self._now, self._trips = operation, trips
-        if operation.name in _EXPLICIT:
-            self._explicit(operation)
         if operation.name in CONSTRAINTS and operation.inputs[0] is not None:
             cuts = self._cuts[operation.outputs[0]] = self.target(operation.outputs[0])
             self._move(operation.inputs[0], cuts)
@@ -132,16 +119,6 @@ class Spread:
                 self._cuts.setdefault(number, self.arrays.known(number, ()))
                 self._move(number, self.target(number))
                 del self._cuts[number]
-
-    def _explicit(self, operation: TracedOperation) -> None:
-        params = operation.eqn.params
-        named = entry_axes(params.get("axes", params.get("axis_name")))
-        axes = tuple(axis for axis in named if axis in self.sizes)
-        kind = _EXPLICIT[operation.name]
-        arrays = operation.outputs if kind == "all-gather" else operation.inputs
-        payload = sum(self.bytes(number) for number in arrays if number is not None)
-        if axes and payload:
-            self._send(kind, axes, payload, None)
 
     def _run_inside(self, operation: TracedOperation) -> None:
         """Bring what a loop or branch reads to the layout of its inputs, and take its results."""
@@ -312,7 +289,7 @@ class Spread:
                 for kind, axes, payload in self._moves(number, self.cuts(number), cuts):
                     self._send(kind, axes, payload, number)
 
-    def _send(self, kind: CollectiveKind, axes: Axes, payload: int, value: int | None) -> None:
+    def _send(self, kind: CollectiveKind, axes: Axes, payload: int, value: int) -> None:
         in_order = tuple(axis for axis in self.sizes if axis in axes)
         row = SpreadCollective(kind, in_order, payload, self._trips, self._now, value)
         self.sent.append(row)

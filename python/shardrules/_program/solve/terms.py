@@ -25,19 +25,14 @@ if TYPE_CHECKING:
 _Group = list[tuple["TracedOperation", int]]
 
 
-class _Local(NamedTuple):
-    seconds: Seconds
-    needs: dict[int, list[Need]]
-    """Of arrays that others read as well."""
-
-
 class Term(NamedTuple):
     """A part of the time of a step, and the variables on which it depends."""
 
     scope: tuple[int, ...]
     operations: tuple[tuple[TracedOperation, int], ...]
     """With how often each runs; () if it is of what is sent of an array that several read."""
-    array: int = -1
+    arrays: tuple[int, ...]
+    """On whose cuts it depends: those that operations read and make; or the one that is sent."""
     readers: tuple[int, ...] = ()
     """Places of the terms that read the array."""
 
@@ -50,36 +45,28 @@ class Terms:
         self._probe = Spread(space.arrays, {})
         self._price = Price(self._probe, space.machine)
         self._running = {id(operation) for operation, _ in space.step._equations.operations()}
-        self._locals: dict[tuple[Any, ...], _Local] = {}
+        self._evaluated: dict[tuple[Any, ...], tuple[Seconds, dict[int, list[Need]]]] = {}
         groups = [
             group
             for group in _groups(self._probe, space.step._equations)
             if len(group) > 1 or not self._is_free(group[0][0])
         ]
+        self.terms: list[Term] = []
         readers: dict[int, list[int]] = {}
         for place, group in enumerate(groups):
-            outputs = {number for operation, _ in group for number in operation.outputs}
-            for number in dict.fromkeys(n for op, _ in group for n in op.inputs if n is not None):
-                if number not in outputs:
-                    readers.setdefault(number, []).append(place)
-        scopes = [
-            space.scope_of({n for operation, _ in group for n in _numbers(operation)})
-            for group in groups
-        ]
-        self.terms = [Term(scope, tuple(g)) for scope, g in zip(scopes, groups, strict=True)]
+            numbers = dict.fromkeys(n for operation, _ in group for n in _numbers(operation))
+            chosen = (n for n in numbers if n not in space.arrays.fixed)
+            arrays = tuple(space.arrays.unlike(chosen))
+            self.terms.append(Term(space.scope_of(numbers), tuple(group), arrays))
+            made = {number for operation, _ in group for number in operation.outputs}
+            read = {n for operation, _ in group for n in operation.inputs if n is not None}
+            for number in read - made:
+                readers.setdefault(number, []).append(place)
         self._shared = {number for number, places in readers.items() if len(places) > 1}
         for number in sorted(self._shared):
-            names = {name for place in readers[number] for name in scopes[place]}
+            names = {name for place in readers[number] for name in self.terms[place].scope}
             scope = tuple(name for name in space.values if name in names)
-            self.terms.append(Term(scope, (), number, tuple(readers[number])))
-        self._of_cuts: dict[tuple[Any, ...], _Local] = {}
-        self._moved: dict[tuple[Any, ...], Seconds] = {}
-        self._arrays = [
-            space.arrays.unlike(
-                n for op, _ in term.operations for n in _numbers(op) if n not in space.arrays.fixed
-            )
-            for term in self.terms
-        ]
+            self.terms.append(Term(scope, (), (number,), tuple(readers[number])))
 
     def _is_free(self, operation: TracedOperation) -> bool:
         """Say whether an operation costs nothing in any layout, as its arrays are cut alike."""
@@ -104,49 +91,36 @@ class Terms:
 
     def seconds(self, place: int, assignment: Mapping[int, Axes]) -> Seconds:
         """Return the seconds of a term if its variables have these values."""
-        return self._local(place, assignment).seconds
-
-    def _shared_seconds(self, term: Term, assignment: Mapping[int, Axes]) -> Seconds:
-        """Return the seconds of what is sent of an array that several read."""
-        needs = [
-            need
-            for reader in term.readers
-            for need in self._local(reader, assignment).needs.get(term.array, ())
-        ]
+        term = self.terms[place]
+        if term.operations:
+            return self._evaluate(place, assignment)[0]
+        # What is sent of an array that several read.
+        (number,) = term.arrays
+        rows = (self._evaluate(reader, assignment)[1] for reader in term.readers)
+        needs = [need for row in rows for need in row.get(number, ())]
         if not needs:
             return Seconds()
-        cuts = self.space.arrays.cuts(term.array, assignment)
-        key = (term.array, cuts, *[(need.cuts, need.trips) for need in needs])
-        if key not in self._moved:
-            self._probe.begin(assignment)
-            self._probe.send(term.array, needs)
-            self._moved[key] = self._price.sending(self._probe.sent)
-        return self._moved[key]
+        self._probe.begin(assignment)
+        self._probe.send(number, needs)
+        return self._price.sending(self._probe.sent)
 
-    def _local(self, place: int, assignment: Mapping[int, Axes]) -> _Local:
-        term, arrays = self.terms[place], self.space.arrays
-        key = (place, *[assignment[name] for name in term.scope])
-        if key not in self._locals and not term.operations:
-            self._locals[key] = _Local(self._shared_seconds(term, assignment), {})
-        elif key not in self._locals:
-            # Of many assignments the arrays of a term have the same cuts.
-            cuts = (place, *[arrays.cuts(number, assignment) for number in self._arrays[place]])
-            if cuts not in self._of_cuts:
-                self._of_cuts[cuts] = self._evaluate(term, assignment)
-            self._locals[key] = self._of_cuts[cuts]
-        return self._locals[key]
-
-    def _evaluate(self, term: Term, assignment: Mapping[int, Axes]) -> _Local:
-        probe = self._probe
-        probe.begin(assignment)
-        for operation, trips in term.operations:
-            probe.run(operation, trips)
-        shared = {number: probe.needs[number] for number in self._shared & probe.needs.keys()}
-        for number in probe.needs.keys() - shared:
-            probe.send(number, probe.needs[number])
-        running = (row for row in term.operations if id(row[0]) in self._running)
-        seconds = self._price.computing(running).plus(self._price.sending(probe.sent))
-        return _Local(seconds, shared)
+    def _evaluate(
+        self, place: int, assignment: Mapping[int, Axes]
+    ) -> tuple[Seconds, dict[int, list[Need]]]:
+        """Return the seconds of operations, and how they read arrays that others read as well."""
+        term, probe = self.terms[place], self._probe
+        key = (place, *[self.space.arrays.cuts(number, assignment) for number in term.arrays])
+        if key not in self._evaluated:
+            probe.begin(assignment)
+            for operation, trips in term.operations:
+                probe.run(operation, trips)
+            shared = {number: probe.needs[number] for number in self._shared & probe.needs.keys()}
+            for number in probe.needs.keys() - shared:
+                probe.send(number, probe.needs[number])
+            running = (row for row in term.operations if id(row[0]) in self._running)
+            seconds = self._price.computing(running).plus(self._price.sending(probe.sent))
+            self._evaluated[key] = seconds, shared
+        return self._evaluated[key]
 
     @property
     def least(self) -> float:
