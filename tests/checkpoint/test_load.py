@@ -461,44 +461,6 @@ class TestValuesThatBecomeInfinite:
 
 
 class TestBounds:
-    def test_few_files_are_open_at_once(self, tmp_path, monkeypatch):
-        save = pytest.importorskip("safetensors.numpy").save_file
-        for i in range(12):
-            save({f"w{i}": np.full(8, i, "float32")}, tmp_path / f"part{i}.safetensors")
-        monkeypatch.setattr(reading, "_MOST_FILES", 3)
-        most, make = [0], reading._OpenFile
-
-        def opened(stored):
-            made = make(stored)
-            live.append(made)
-            most[0] = max(most[0], sum(not one.file.closed for one in live))
-            return made
-
-        live = []
-        monkeypatch.setattr(units, "_THREADS", 2)
-        monkeypatch.setattr(reading, "_OpenFile", opened)
-        loaded = sr.load(tmp_path, P(), mesh_of())
-        assert [float(loaded[f"w{i}"][0]) for i in range(12)] == list(range(12))
-        assert most[0] == 3
-        assert all(one.file.closed for one in live)
-
-    def test_a_file_that_has_changed_when_it_is_closed_early(self, tmp_path, monkeypatch):
-        save = pytest.importorskip("safetensors.numpy").save_file
-        for i in range(3):
-            save({f"w{i}": np.full(8, i, "float32")}, tmp_path / f"part{i}.safetensors")
-        monkeypatch.setattr(reading, "_MOST_FILES", 1)
-        monkeypatch.setattr(units, "_THREADS", 1)
-        read_at = reading._read_at
-
-        def change(file, begin, into):
-            found = read_at(file, begin, into)
-            os.utime(file.name, ns=(0, 12345))
-            return found
-
-        by_python(monkeypatch, change)
-        with pytest.raises(sr.FileError, match="part.*: the file has changed since its header"):
-            sr.load(tmp_path, P(), mesh_of())
-
     @pytest.mark.parametrize("place", [(units._Unit, "memory"), (reading.Reader, "read")])
     def test_a_memory_that_is_full(self, checkpoint, monkeypatch, place):
         def fail(*_):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import pairwise
 from math import prod
 from types import TracebackType
@@ -31,8 +30,6 @@ SHARE: Final = 16 << 20
 """Bytes that are read at once."""
 # The gap of files of other machines, where a request takes milliseconds.
 _REMOTE_GAP: Final = 256 << 10
-# More than there are threads that read. A process may often have no more than 256 in all.
-_MOST_FILES: Final = 64
 _SAMPLE: Final = 64
 _seeking: Final = threading.Lock()
 
@@ -76,26 +73,8 @@ class Ranges(NamedTuple):
 _native: Callable[..., tuple[int, int]] | None = getattr(_core, "read_ranges", None)
 
 
-class _OpenFile:
-    """File, and how many threads read it."""
-
-    def __init__(self, stored: StoredFile) -> None:
-        self.stored = stored
-        self.users = 0
-        self._closing = ExitStack()
-        self.file = self._closing.enter_context(opened(stored.path))
-
-    def close(self, *, is_checked: bool) -> None:
-        """Close it; checked, if it is as it was when its header was read."""
-        with self._closing:
-            if is_checked:
-                _check_unchanged(self.stored, self.file)
-
-
 class Reader:
     """Open files; for several threads. A context manager that checks the files at its end.
-
-    At most `_MOST_FILES` are open; then the one that was used longest ago is checked and closed.
 
     Attributes:
         arrays: The arrays of the files.
@@ -105,7 +84,8 @@ class Reader:
     def __init__(self, arrays: Mapping[str, ArraySpec]) -> None:
         self.arrays = arrays
         self.bytes_read = 0
-        self._files: OrderedDict[StoredFile, _OpenFile] = OrderedDict()
+        self._files: dict[StoredFile, io.BufferedReader] = {}
+        self._closing = ExitStack()
         self._lock = threading.Lock()
 
     def __enter__(self) -> Reader:
@@ -114,9 +94,9 @@ class Reader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        with ExitStack() as closing:
-            for file in self._files.values():
-                closing.callback(file.close, is_checked=error is None)
+        with self._closing:
+            for stored, file in self._files.items() if error is None else ():
+                _check_unchanged(stored, file)
 
     def sample(self, name: str) -> bytes:
         """Read some bytes in the middle of an array."""
@@ -130,47 +110,29 @@ class Reader:
 
     def read(self, stored: StoredFile, ranges: Ranges, memory: npt.NDArray[np.uint8]) -> None:
         """Read ranges, which are in the order of the file."""
-        at, size = int(ranges.begins[0]), int(ranges.sizes.sum())
-        with self._opened(stored) as file:
-            code = 0
-            try:
-                at, code = _read_ranges(file.file, ranges, memory)
-            except OSError as error:
-                code = error.errno or -1
-            if code < 0:
-                raise _changed(stored)
-            if code:
-                raise FileError(
-                    f"{stored.path}: byte {at:,}: {os.strerror(code)}; "
-                    "check the disk, and copy or download the file again"
-                )
+        at, code = int(ranges.begins[0]), 0
+        try:
+            at, code = _read_ranges(self._opened(stored), ranges, memory)
+        except OSError as error:
+            code = error.errno or -1
+        if code < 0:
+            raise _changed(stored)
+        if code:
+            raise FileError(
+                f"{stored.path}: byte {at:,}: {os.strerror(code)}; "
+                "check the disk, and copy or download the file again"
+            )
         with self._lock:
-            self.bytes_read += size
+            self.bytes_read += int(ranges.sizes.sum())
 
-    @contextmanager
-    def _opened(self, stored: StoredFile) -> Iterator[_OpenFile]:
-        """Yield the file, which stays open meanwhile."""
+    def _opened(self, stored: StoredFile) -> io.BufferedReader:
         with self._lock:
             file = self._files.get(stored)
             if file is None:
-                self._close_oldest()
-                file = self._files[stored] = _OpenFile(stored)
-                _check_unchanged(stored, file.file)
-            self._files.move_to_end(stored)
-            file.users += 1
-        try:
-            yield file
-        finally:
-            with self._lock:
-                file.users -= 1
-
-    def _close_oldest(self) -> None:
-        """Close the file that was used longest ago, if there are too many."""
-        if len(self._files) < _MOST_FILES:
-            return
-        idle = next((stored for stored, file in self._files.items() if not file.users), None)
-        if idle is not None:
-            self._files.pop(idle).close(is_checked=True)
+                file = self._closing.enter_context(opened(stored.path))
+                _check_unchanged(stored, file)
+                self._files[stored] = file
+            return file
 
 
 def _check_unchanged(stored: StoredFile, file: io.BufferedReader) -> None:

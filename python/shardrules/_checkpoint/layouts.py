@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, Final, NamedTuple
@@ -78,13 +78,6 @@ def arrangement(text: str) -> Arrangement:
         axes = [axis for group in groups for axis in group]
         if repeated := {axis for axis in axes if axes.count(axis) > 1}:
             raise ValueError(f"dims {text!r} has the axis {min(repeated)!r} twice on one side")
-    apart = [[axis for axis in group if axis in dims.unstacked] for group in dims.source]
-    inner = [axis for group in dims.source for axis in group[1:] if axis in dims.unstacked]
-    if len(inner) > 1 or any(len(axes) > 1 for axes in apart):
-        raise ValueError(
-            f"dims {text!r} takes an array apart inside of a dimension along "
-            f"{' and '.join(axis for axes in apart for axis in axes)}; it can do so along one axis"
-        )
     return dims
 
 
@@ -114,13 +107,10 @@ def _axis_groups(text: str, side: str) -> Groups:
 
 
 class Form(NamedTuple):
-    """How a region of an array becomes one of the result.
+    """How a region of an array, whose dimensions consist of axes, becomes one of the result."""
 
-    A view of an array has two dimensions for one that is taken apart, or joined, in each row of it.
-    A region is a box of a view, whose dimensions consist of axes.
-    """
-
-    view: Shape
+    shape: Shape
+    """The array's."""
     region: Shape
     axes: tuple[Shape, ...]
     """Of each dimension of the region, the sizes of its axes."""
@@ -142,7 +132,7 @@ class Form(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Say whether it is a whole array as it is."""
-        return self.view == self.region == self.target and self.keeps_order
+        return self.shape == self.region == self.target and self.keeps_order
 
     def arranged(self, xp: Any, values: Any) -> Any:
         """Return the result's region, by numpy or jax.numpy."""
@@ -158,7 +148,7 @@ class Form(NamedTuple):
         """Return the elements between neighbours in the array, of each axis of the result."""
         of_axes = [
             stride * prod(axes[i + 1 :])
-            for stride, axes in zip(row_major(self.view), self.axes, strict=True)
+            for stride, axes in zip(row_major(self.shape), self.axes, strict=True)
             for i in range(len(axes))
         ]
         return tuple(0 if axis < 0 else of_axes[axis] for axis in self.order)
@@ -177,58 +167,33 @@ def row_major(shape: Sequence[int]) -> Shape:
 
 
 def form_of(
-    dims: Arrangement,
-    sizes: Mapping[str, int],
-    apart: Mapping[str, tuple[int, int, int]],
-    shape: Shape,
+    dims: Arrangement, sizes: Mapping[str, int], apart: Mapping[str, Span], shape: Shape
 ) -> tuple[Form, Shape]:
-    """Return the form of a part, and where its region begins in the view of the array.
+    """Return the form of a part, and where its region begins in the array.
 
     Args:
         dims: The arrangement.
         sizes: The size of each axis that is in both arrays, or repeats.
-        apart: By axis that takes apart, where the part begins and ends in its dimension, or row,
-            and the size of that.
+        apart: By axis that takes apart, where the part begins and ends in its dimension.
         shape: The array's shape.
     """
-    view, region, groups, starts = [], [], [], []
-    for size, group in zip(shape, dims.source, strict=True):
-        place = place_in(group, apart)
-        rows, inner = group[: place or 0], group[0 if place is None else place + 1 :]
-        if rows:
-            view.append(prod(sizes[axis] for axis in rows))
-            region.append(view[-1])
-            groups.append(rows)
-            starts.append(0)
-        begin, end, whole = (0, size, size) if place is None else apart[group[place]]
-        view.append(whole)
-        region.append(end - begin)
-        groups.append(inner)
-        starts.append(begin)
-    in_source = [axis for group in groups for axis in group]
-    stacked = {*dims.stacked} - sizes.keys()
-    of_target = []
-    for group in dims.target:
-        place = place_in(group, stacked)
-        of_target += [group[:place]] if place else []
-        of_target.append(group[0 if place is None else place + 1 :])
-    form = Form(
-        tuple(view),
-        tuple(region),
-        tuple(tuple(sizes[axis] for axis in group) for group in groups),
-        tuple(
-            in_source.index(axis) if axis in in_source else -1
-            for group in of_target
-            for axis in group
-        ),
-        tuple(tuple(sizes[axis] for axis in group) for group in of_target),
+    spans = [
+        apart.get(group[0] if group else "", (0, size))
+        for size, group in zip(shape, dims.source, strict=True)
+    ]
+    of_source, of_target = (
+        [tuple(axis for axis in group if axis in sizes) for group in groups] for groups in dims
     )
-    return form, tuple(starts)
-
-
-def place_in(group: Sequence[str], axes: Container[str]) -> int | None:
-    """Return where in a dimension the first of these axes is."""
-    return next((place for place, axis in enumerate(group) if axis in axes), None)
+    in_source = [axis for group in of_source for axis in group]
+    order = (
+        in_source.index(axis) if axis in in_source else -1 for group in of_target for axis in group
+    )
+    axes, target_axes = (
+        tuple(tuple(map(sizes.__getitem__, group)) for group in groups)
+        for groups in (of_source, of_target)
+    )
+    form = Form(shape, box_shape(tuple(spans)), axes, tuple(order), target_axes)
+    return form, tuple(begin for begin, _ in spans)
 
 
 class Block(NamedTuple):

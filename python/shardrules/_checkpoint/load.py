@@ -216,7 +216,7 @@ def _job_of_keys(path: str, target: Target, sharding: NamedSharding) -> Job:
     part = Part(target.parts[0].source, plain_form(shape), zeros, zeros)
     spec = jax.sharding.PartitionSpec(*sharding.spec)
     of_words = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-    words = Target(shape, "uint32", (part,), shape)
+    words = Target(shape, "uint32", (part,))
     return Job(path, words, numpy_dtype("uint32"), of_words)
 
 

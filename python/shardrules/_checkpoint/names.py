@@ -46,8 +46,7 @@ class Rename:
             are in the order of the field's words, or of numbers from 0 on. Without a field, it
             repeats the array as often as `sizes` says: `"(kv dim) in -> in (kv times) dim"`. An
             axis on the left alone takes an array apart, by the field that only the path has:
-            `"(part out) in -> in out"`, or, part by part of each head,
-            `"(heads part dim) in -> in heads dim"`; an empty word leaves its part out. `1` is a
+            `"(part out) in -> in out"`. Such an axis is the first of its dimension. `1` is a
             dimension of one element. Default: as they are.
         sizes: Sizes of axes that one dimension consists of. Those that the other axes give may be
             left out. `sizes={"out": (4096, 1024, 1024)}` has one size per part, where parts are of
@@ -198,9 +197,8 @@ def _field(keyword: str, text: str, token: str) -> Field:
             "{part:gate|up} or {rest*}"
         )
     words = () if match["words"] is None else tuple(match["words"].split("|"))
-    named = [word for word in words if word]
-    if words and (len({*named}) < len(named) or not named):
-        raise ValueError(f"{keyword} {text!r}: {token} has a word twice, or none")
+    if len({*words}) < len(words) or "" in words:
+        raise ValueError(f"{keyword} {text!r}: {token} has a word twice, or an empty one")
     if any(set("./").intersection(word) for word in words):
         raise ValueError(f"{keyword} {text!r}: {token} has a word of several parts; write Renames")
     return Field(match["name"], words, match["many"] is not None)
@@ -209,9 +207,7 @@ def _field(keyword: str, text: str, token: str) -> Field:
 def _overlap(field: Field) -> bool:
     """Say whether a word begins or ends another."""
     return any(
-        a != b and (b.startswith(a) or b.endswith(a))
-        for a in filter(None, field.words)
-        for b in field.words
+        a != b and (b.startswith(a) or b.endswith(a)) for a in field.words for b in field.words
     )
 
 
@@ -219,7 +215,7 @@ def _regex(words: Mapping[str, tuple[str, ...]], piece: str | Field) -> str:
     if isinstance(piece, str):
         return re.escape(piece)
     if own := piece.words or words.get(piece.name):
-        return f"(?P<{piece.name}>{'|'.join(re.escape(word) for word in own if word)})"
+        return f"(?P<{piece.name}>{'|'.join(map(re.escape, own))})"
     any_text = r"[^./](?:.*[^./])?" if piece.is_many else "[^./]+"
     return f"(?P<{piece.name}>{any_text})"
 
@@ -253,11 +249,6 @@ def _check_fields(record: Rename, name: Template, path: Template, dims: Arrangem
                     f"{{{one.name}}} is not alike in name and path: give as many words, or a * on "
                     "both sides"
                 )
-            if "" in one.words and (each is name or mirror is not None):
-                raise ValueError(
-                    f"{{{one.name}}} has an empty word, which leaves out a part of an array that "
-                    "the path takes apart"
-                )
 
 
 def _check_axes(record: Rename, name: Template, path: Template, dims: Arrangement) -> None:
@@ -271,11 +262,12 @@ def _check_axes(record: Rename, name: Template, path: Template, dims: Arrangemen
                 f"dims {record.dims!r} stacks along {axis!r}, for which the name needs a field "
                 f"{{{axis}}}{meant}; to repeat along it, give its size in sizes"
             )
-    for group in dims.target:
-        if inner := {*name.fields}.intersection(group[1:], dims.stacked):
+    alone = {*name.fields}.intersection(dims.stacked).union(dims.unstacked)
+    for group in (*dims.source, *dims.target):
+        if inner := alone.intersection(group[1:]):
             raise ValueError(
-                f"dims {record.dims!r} stacks along {min(inner)!r}, so it must be the first of its "
-                "dimension"
+                f"dims {record.dims!r} stacks or takes apart along {min(inner)!r}, so it must be "
+                "the first of its dimension; what else there is, do in a jit of your own"
             )
     for axis in dims.unstacked:
         if axis not in path.fields:
@@ -351,14 +343,12 @@ class DirectedRename:
         # Backwards, 07 would be 7.
         return int(word) if is_number and word == str(int(word)) else None
 
-    def path(self, values: Mapping[str, str], part: Mapping[str, int]) -> str | None:
-        """Return the name that is made, for a part along axes that take apart; None without one."""
+    def path(self, values: Mapping[str, str], part: Mapping[str, int]) -> str:
+        """Return the name that is made, for a part along axes that take apart."""
         texts = {}
         for key, each in self._made.fields.items():
             if key in part:
                 texts[key] = each.words[part[key]] if each.words else str(part[key])
-                if not texts[key]:
-                    return None
                 continue
             text = values[key]
             found, made = self._words[key]
@@ -394,7 +384,7 @@ def _loss(rename: Rename) -> str:
     if rename.path is None:
         return "" if rename.optional else "it leaves arrays out; give optional=True to do without"
     dims = Arrangement((), ()) if rename.dims is None else arrangement(rename.dims)
-    name, path = template("name", rename.name), template("path", rename.path)
+    name = template("name", rename.name)
     repeated = [axis for axis in dims.stacked if axis not in name.fields]
     joined = [
         axis
@@ -405,7 +395,6 @@ def _loss(rename: Rename) -> str:
     checks = {
         "resize does not tell the old size": rename.resize,
         f"it repeats along {', '.join(repeated)}": repeated,
-        "it leaves a part out": any("" in each.words for each in path.fields.values()),
         f"dtype {rename.dtype} may have rounded; leave dtype out": rename.dtype
         not in (None, "float32", "float64"),
         f"its parts may be of several sizes; give sizes of {', '.join(joined)}": joined,

@@ -45,13 +45,12 @@ def made_of(
     )
     forms = tuple((part.form, part.at) for part in target.parts)
     at = sharding if in_place else None
-    return _program(forms, target.view, target.shape, dtype, at)(sources, starts)  # type: ignore[no-any-return]
+    return _program(forms, target.shape, dtype, at)(sources, starts)  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=512)
 def _program(
     forms: tuple[tuple[Form, Shape], ...],
-    view: Shape,
     shape: Shape,
     dtype: Any,
     sharding: NamedSharding | None,
@@ -59,37 +58,37 @@ def _program(
     def make(sources: list[Any], starts: list[Any]) -> tuple[Any, Any]:
         result, losses = None, []
         for (form, at), source, start in zip(forms, sources, starts, strict=True):
-            values = jnp.asarray(source).reshape(form.view)
-            if form.region != form.view:
+            values = jnp.asarray(source)
+            if form.region != form.shape:
                 values = jax.lax.dynamic_slice(values, list(start), form.region)
-            values, loss = with_loss(_cropped(form.arranged(jnp, values), view, at), dtype)
+            values, loss = with_loss(_cropped(form.arranged(jnp, values), shape, at), dtype)
             losses += [] if loss is None else [loss]
-            if values.shape == view:
+            if values.shape == shape:
                 result = values
                 break
-            result = _blank(view, values) if result is None else result
+            result = _blank(shape, values) if result is None else result
             result = jax.lax.dynamic_update_slice(result, values, at)
         assert result is not None
-        return result.reshape(shape), jnp.stack(losses).any() if losses else None
+        return result, jnp.stack(losses).any() if losses else None
 
     if sharding is None:
         return jax.jit(make)
     return jax.jit(make, out_shardings=(sharding, NamedSharding(sharding.mesh, PartitionSpec())))
 
 
-def _cropped(values: Any, view: Shape, at: Shape) -> Any:
+def _cropped(values: Any, shape: Shape, at: Shape) -> Any:
     """Leave out what is beyond the end of the target."""
-    return values[tuple(slice(size - begin) for size, begin in zip(view, at, strict=True))]
+    return values[tuple(slice(size - begin) for size, begin in zip(shape, at, strict=True))]
 
 
 def made_on_host(target: Target, arrays: Mapping[str, Any]) -> Any:
     """Make the target of numpy arrays."""
-    result = np.zeros(target.view, arrays[target.parts[0].source].dtype)
+    result = np.zeros(target.shape, arrays[target.parts[0].source].dtype)
     for name, form, starts, at in target.parts:
         region = tuple(map(slice, starts, map(sum, zip(starts, form.region, strict=True))))
-        values = form.arranged(np, np.asarray(arrays[name]).reshape(form.view)[region])
+        values = form.arranged(np, np.asarray(arrays[name])[region])
         result[tuple(map(slice, at, map(sum, zip(at, values.shape, strict=True))))] = values
-    return result.reshape(target.shape)
+    return result
 
 
 def _blank(shape: Shape, values: Any) -> Any:

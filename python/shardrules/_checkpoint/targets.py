@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
 from math import prod
 from typing import Final, NamedTuple
@@ -17,7 +17,6 @@ from shardrules._checkpoint.layouts import (
     Groups,
     Shape,
     form_of,
-    place_in,
     plain_form,
 )
 from shardrules._checkpoint.names import DirectedRename
@@ -64,9 +63,9 @@ class Part(NamedTuple):
     source: str
     form: Form
     starts: Shape
-    """Where the region begins in the view of the array."""
+    """Where the region begins in the array."""
     at: Shape
-    """Where it begins in the view of the target."""
+    """Where it begins in the target."""
 
 
 class Target(NamedTuple):
@@ -75,8 +74,6 @@ class Target(NamedTuple):
     shape: Shape
     dtype: str
     parts: tuple[Part, ...]
-    view: Shape
-    """Its shape, with two dimensions for one that is joined in each row."""
     has_own_dtype: bool = False
     """Whether a record says its dtype."""
     is_padded: bool = False
@@ -171,7 +168,10 @@ def targets_of(
             problems.add(str(error), path)
     for record in useless:
         problems.add(
-            f"this Rename finds no array; {_why_not(record, found)}", record.text, [*arrays]
+            "this Rename finds no array; correct its name, or give optional=True if some models "
+            "have such arrays and others have not",
+            record.text,
+            [*arrays],
         )
     return Targets(targets, doubles, left)
 
@@ -179,21 +179,7 @@ def targets_of(
 def _plain(name: str, array: ArraySpec) -> Target:
     zeros = (0,) * len(array.shape)
     part = Part(name, plain_form(array.shape), zeros, zeros)
-    return Target(array.shape, array.dtype, (part,), array.shape)
-
-
-def _why_not(record: DirectedRename, found: Mapping[str, Sequence[_Found]]) -> str:
-    for path, parts in found.items():
-        earlier = parts[0].record
-        if earlier is not None and record.values(path) is not None:
-            return (
-                f"{parts[0].name} became {path} by {earlier.rename!r}, and Renames do not chain: "
-                "write its name in the checkpoint"
-            )
-    return (
-        "correct its name, or give optional=True if some models have such arrays and others have "
-        "not"
-    )
+    return Target(array.shape, array.dtype, (part,))
 
 
 _Match = tuple[DirectedRename, dict[str, str]]
@@ -216,8 +202,7 @@ def _records_of(
                 own[name] = None if record.rename.path is None else (record, values)
         if hits and not record.rename.shared:
             left = [name for name in left if name not in hits]
-        is_late = any(record.values(name) is not None for name in own)
-        if not (hits or record.rename.optional or is_late):
+        if not (hits or record.rename.optional) and not _finds(record, own):
             useless.append(record)
     found: dict[str, list[_Match]] = {
         name: [] if match is None else [match] for name, match in own.items()
@@ -231,15 +216,18 @@ def _records_of(
     return found, left, useless
 
 
+def _finds(record: DirectedRename, names: Iterable[str]) -> bool:
+    return any(record.values(name) is not None for name in names)
+
+
 def _parts(
     name: str, shape: Shape, record: DirectedRename, values: Mapping[str, str]
 ) -> Iterator[tuple[str, _Found]]:
     """Yield (path, part) for each part of the array."""
     stacked = {axis: _position(record, axis, values[axis]) for axis in record.stacked}
     for region in _regions(record, shape, stacked):
-        path = record.path(values, region.which)
-        if path is not None:
-            yield path, _Found(name, record, region.form, region.starts, stacked)
+        found = _Found(name, record, region.form, region.starts, stacked)
+        yield record.path(values, region.which), found
 
 
 def _check_back(
@@ -310,10 +298,9 @@ def _made_regions(
             sizes |= _own_sizes(record, group, positions)
         spans = {}
         for size, group in zip(shape, dims.source, strict=True):
-            place = place_in(group, counts)
-            span = _measured(record, (size, group, place), sizes, counts, positions)
-            if place is not None:
-                spans[group[place]] = span
+            span = _measured(record, (size, group), sizes, counts, positions)
+            if group and group[0] in counts:
+                spans[group[0]] = span
         yield _Region(index, *form_of(dims, sizes, spans, shape))
 
 
@@ -334,49 +321,47 @@ def _own_sizes(
 
 def _measured(
     record: DirectedRename,
-    dimension: tuple[int, Sequence[str], int | None],
+    dimension: tuple[int, Sequence[str]],
     sizes: dict[str, int],
     counts: Mapping[str, int],
     positions: Mapping[str, int],
-) -> tuple[int, int, int]:
-    """Return (begin, end, size) of a region in a dimension, or in each row of it.
+) -> tuple[int, int]:
+    """Return where a region begins and ends in a dimension.
 
     The size of the axis that is not known is added to the sizes.
 
     Args:
         record: The record.
-        dimension: Its size, its axes, and the place among them of one that takes apart.
+        dimension: Its size and its axes.
         sizes: Of axes, as far as they are known.
         counts: Of parts along axes that take apart.
         positions: Which part it is along these, and along axes that stack.
     """
-    size, group, place = dimension
-    axis, count = ("", 1) if place is None else (group[place], counts[group[place]])
-    inner, at = group[0 if place is None else place + 1 :], positions.get(axis, 0)
+    size, group = dimension
+    axis = group[0] if group and group[0] in counts else ""
+    inner, at = [each for each in group if each != axis], positions.get(axis, 0)
 
     def width(i: int) -> int:
         of_part = sizes | _own_sizes(record, group, {**positions, axis: i})
         return prod(of_part.get(each, 1) for each in inner)
 
+    ends: Sequence[int]
     if any(isinstance(record.rename.sizes.get(each), tuple) for each in inner):
-        bounds = [0, *accumulate(map(width, range(count)))]
-        begin, end, row = bounds[at], bounds[at + 1], bounds[-1]
-    else:
-        begin, end, row = at * width(at), (at + 1) * width(at), count * width(at)
-    unknown = [each for each in group if each not in sizes and each != axis]
+        ends = [0, *accumulate(map(width, range(counts.get(axis, 1))))]
+    else:  # there may be very many parts
+        ends = range(0, counts.get(axis, 1) * width(at) + 1, width(at))
+    unknown = [each for each in inner if each not in sizes]
     if len(unknown) > 1:
         raise _MisfitError(f"its rename needs the sizes of all but one of {', '.join(group)}")
-    in_row = row * prod(sizes.get(each, 1) for each in group[: place or 0])
-    rest = size // in_row if unknown and in_row else 1
-    if in_row * rest != size:
+    rest = size // ends[-1] if unknown and ends[-1] else 1
+    if ends[-1] * rest != size:
         said = {**record.rename.sizes, **counts}
         shown = [f"{each}={said[each]}" if each in said else each for each in group]
         raise _MisfitError(
             f"its dimension of {counted(size, 'element')} is not one of {' x '.join(shown) or '1'}"
         )
     sizes |= dict.fromkeys(unknown, rest)
-    factor = rest if {*unknown} & {*inner} else 1
-    return begin * factor, end * factor, row * factor
+    return (ends[at] * rest, ends[at + 1] * rest) if axis else (0, size)
 
 
 def _count(record: DirectedRename, axis: str, dims: Arrangement, shape: Shape) -> int:
@@ -422,9 +407,9 @@ def _target(found: Sequence[_Found], arrays: Mapping[str, ArraySpec]) -> Target:
     if len(shapes) > 1:
         raise _MisfitError(f"its parts have different shapes: {sorted(map(list, shapes))}")
     (filled,) = shapes
-    view = list(filled)
+    shape = list(filled)
     for axis, size in first.record.rename.resize.items() if first.record else ():
-        view[first.groups.index((axis,))] = size
+        shape[first.groups.index((axis,))] = size
     parts = tuple(
         Part(
             part.name,
@@ -432,37 +417,19 @@ def _target(found: Sequence[_Found], arrays: Mapping[str, ArraySpec]) -> Target:
             part.starts,
             tuple(
                 starts[dim][part.stacked[axes[dim]]] if dim in axes else 0
-                for dim in range(len(view))
+                for dim in range(len(shape))
             ),
         )
         for part in found
     )
     has_own = first.record is not None and first.record.rename.dtype is not None
-    return Target(
-        _merged(view, first), dtypes[0], parts, tuple(view), has_own, tuple(view) != filled
-    )
-
-
-def _merged(view: Sequence[int], part: _Found) -> Shape:
-    """Return the shape of which this is the view."""
-    sizes, shape = iter(view), []
-    for group in part.groups:
-        rows = next(sizes) if place_in(group, part.stacked) else 1
-        shape.append(rows * next(sizes))
-    return (*shape, *sizes)
+    return Target(tuple(shape), dtypes[0], parts, has_own, tuple(shape) != filled)
 
 
 def _stacking_axes(part: _Found) -> dict[int, str]:
-    """Return the dimensions of the target's view along which it is stacked, with their axes."""
-    axes: dict[int, str] = {}
-    dim = 0
-    for group in part.groups:
-        place = place_in(group, part.stacked)
-        dim += bool(place)
-        if place is not None:
-            axes[dim] = group[place]
-        dim += 1
-    return axes
+    """Return the dimensions of the target along which it is stacked, with their axes."""
+    firsts = enumerate(group[0] if group else "" for group in part.groups)
+    return {dim: axis for dim, axis in firsts if axis in part.stacked}
 
 
 def _dtype(part: _Found, arrays: Mapping[str, ArraySpec]) -> str:

@@ -276,7 +276,7 @@ class _Unit:
         begins, size, strides = _packed(block, dtype.itemsize)
         place = self._room()
         self.bytes = place + len(begins) * size
-        offset = sum(s * by for s, by in zip(part.starts, row_major(part.form.view), strict=True))
+        offset = sum(s * by for s, by in zip(part.starts, row_major(part.form.shape), strict=True))
         first = array.begin + (offset + block.offset) * dtype.itemsize
         assert array.file is not None
         if len(begins) == 1:
