@@ -195,7 +195,7 @@ def seconds_of(
         by_weights = axes == ["fsdp"]
         sizes = [1 - 1 / one["mesh"]["fsdp"] for one in (run, other)]
         factor = sizes[0] / sizes[1] if by_weights else of_rows
-        sending += factor * count / topology.link_rate(mesh, axes)
+        sending += factor * count / topology._links(mesh, axes).rate
     return times * of_rows * result["computing"], times * sending
 
 

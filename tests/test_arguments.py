@@ -297,7 +297,7 @@ MADE_BY_US = {
     "Tried", "TriedName",
 }  # fmt: skip
 # What needs a compiler; tests/tpu and tests/cuda call them.
-NEEDS_LIBTPU = {*(f"Topology.{name}" for name in ("link_rate", "links", "mesh", "mesh_code", "meshes"))}  # fmt: skip
+NEEDS_LIBTPU = {*(f"Topology.{name}" for name in ("links", "mesh", "meshes"))}  # fmt: skip
 # Any hashable object may be a spec; leaves may be anything where a library's are.
 TAKES_ANYTHING = {"prove.args", "sweep.choices", "trace.args", "RuleSpec.spec"}
 PUBLIC = api.callables()

@@ -102,7 +102,7 @@ def test_what_is_sent_takes_the_links_of_the_slice():
     ]
     first = candidates.shortlist(best_of(searches)[0], searches)[0]
     mesh, sent = topology.mesh(first.row.mesh), first.predicted.sent
-    rates = {axes: topology.link_rate(mesh, axes) for axes in sent}
+    rates = {axes: topology._links(mesh, axes).rate for axes in sent}
     seconds = sum(size / rates[axes] for axes, size in sent.items())
     assert first.seconds.meanwhile + first.seconds.alone == pytest.approx(seconds, rel=1e-6) != 0
     assert max(rates.values()) < topology.hardware.link_bytes_per_second

@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import jax
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -49,21 +48,16 @@ def test_names_have_shapes_and_devices(name):
 
 
 WRONG = {
-    "v5lite:8x8": "there is no topology of 'v5lite'; did you mean 'v5litepod'?",
     "mi300:8x8": "there is no topology of 'mi300'; there are those of v4, v5e",
     "v5p": "is no topology's: give a name such as 'v5p:8x8x8'",
     "v5e:4x": "is no topology's",
     "v5p:4x4": "connected in 3 dimensions: give such as 'v5p:4x4x4'",
     "v5e:3x4": "give even numbers of chips along the first two dimensions, such as 4x4",
-    "v5p-7": "no slice with so many cores, near ones are 'v5p-8'; or give its shape, such as 'v5p:4x4x4'",
-    "v5p-96": "near ones are 'v5p-64' and 'v5p-128'",
-    "v5p-1500": "near ones are 'v5p-1408' and 'v5p-1536'",
-    "v5p-99999": "near ones are 'v5p-12288'; or give",
-    "v5p-0": "near ones are 'v5p-8'",
-    "v5e-3": "no slice with so many chips, near ones are 'v5e-1' and 'v5e-4'",
-    "v5e-2": "near ones are 'v5e-1' and 'v5e-4'",
-    "v5litepod-48": "near ones are 'v5litepod-32' and 'v5litepod-64'",
-    "v6e-512": "near ones are 'v6e-256'",
+    "v5p-7": "no slice with so many cores: give its shape, such as 'v5p:4x4x4'",
+    "v5p-96": "no slice with so many cores",
+    "v5p-0": "no slice with so many cores",
+    "v5e-3": "no slice with so many chips",
+    "v6e-512": "no slice with so many chips",
     "v5e:32x32": "a slice of 1,024 devices, and the largest of v5e has 256; give slices=",
 }
 
@@ -134,18 +128,18 @@ def test_an_axis_has_the_links_of_its_dimensions(name, sizes, shares):
     topology = sr.Topology(name)
     mesh = topology.mesh(sizes)
     for axis, share in shares.items():
-        rate = topology.link_rate(mesh, (axis,))
+        rate = topology._links(mesh, (axis,)).rate
         assert rate == pytest.approx(share * topology.hardware.link_bytes_per_second)
     two = sr.Topology(name, 2)
-    rate = two.link_rate(two.mesh(dcn=2, **sizes), ("dcn",))
+    rate = two._links(two.mesh(dcn=2, **sizes), ("dcn",)).rate
     assert rate == topology.hardware.dcn_bytes_per_second
 
 
 @needs_libtpu
 def test_an_axis_over_slices_sends_its_own_part_between_them():
     one, two = sr.Topology("v5e:4x4"), sr.Topology("v5e:4x4", 2)
-    within = one.link_rate(one.mesh(fsdp=16), ("fsdp",))
-    rate = two.link_rate(two.mesh(fsdp=32), ("fsdp",))
+    within = one._links(one.mesh(fsdp=16), ("fsdp",)).rate
+    rate = two._links(two.mesh(fsdp=32), ("fsdp",)).rate
     # Of 31 parts of an array that is gathered, one comes from the other slice.
     seconds = 1 / two.hardware.dcn_bytes_per_second + 30 / within
     assert rate == pytest.approx(31 / seconds)
@@ -159,28 +153,6 @@ def test_a_mesh_of_another_size_is_told():
         sr.Topology("v5e:2x2", slices=4).mesh(dp=2, fsdp=2, sp=2, tp=2)
     with pytest.raises(ValueError, match="other devices than v5e:2x4"):
         sr.Topology("v5e:2x4").links(jax.make_mesh((1,), ("x",)))
-
-
-@needs_libtpu
-@pytest.mark.parametrize(
-    ("name", "slices", "sizes"),
-    [
-        ("v5e:2x4", 1, {"fsdp": 2, "tp": 4}),
-        ("v5p:4x4x4", 1, {"fsdp": 16, "tp": 4}),
-        ("v5p:4x4x4", 1, {"fsdp": 8, "tp": 8}),  # split
-        ("v5e:4x4", 2, {"data": 2, "fsdp": 4, "tp": 4}),
-        ("tpu7x:2x2x2", 1, {"fsdp": 8, "tp": 2}),
-    ],
-)
-def test_the_code_of_a_mesh_builds_the_same_one(monkeypatch, name, slices, sizes):
-    topology = sr.Topology(name, slices)
-    mesh = topology.mesh(sizes)
-    devices = list(topology.devices)
-    np.random.default_rng(0).shuffle(devices)
-    monkeypatch.setattr(jax, "devices", lambda: devices)
-    names = {}
-    exec(topology.mesh_code(mesh), names)
-    assert names["mesh"] == mesh
 
 
 @needs_libtpu
@@ -261,6 +233,3 @@ def test_a_sweep_is_over_the_meshes_of_a_slice_with_its_memory():
     assert all(row.fits for row in rows)
     whole = cut.with_rules([("w", ())])
     assert not any(row.fits for row in whole.sweep(devices="v5e:2x4"))
-    for given in ({"meshes": [{"fsdp": 8}]}, {"fixed": {"tp": 1}}):
-        with pytest.raises(ValueError, match="so leave it out"):
-            cut.sweep(devices="v5e:2x4", **given)

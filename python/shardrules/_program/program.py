@@ -313,7 +313,7 @@ def time_on(topology: Topology, mesh: Mesh, text: str) -> ProgramTime | None:
         hlo = Hlo(text)
         rows = list(exchanges(hlo, mesh.shape))
         sent = ((row.axes, row.sent_once * (row.times or 1)) for row in rows if row.axes)
-        sending = sum(size / topology.link_rate(mesh, axes) for axes, size in sent)
+        sending = sum(size / topology._links(mesh, axes).rate for axes, size in sent)
         peak = topology.hardware.flops_per_second["bfloat16"]
         return program_time(hlo, sending, topology._layout.clock, peak)
 
@@ -325,7 +325,7 @@ def roofline_on(topology: Topology, program: Program) -> Roofline | None:
         return None
     flops = sum(product.flops for product in program.products) + kernel_flops(hlo)
     rows = [row for row in program.collectives if row.axes]
-    sending = sum(row.sent_at_least / topology.link_rate(mesh, row.axes) for row in rows)
+    sending = sum(row.sent_at_least / topology._links(mesh, row.axes).rate for row in rows)
     return Roofline(flops / topology.hardware.flops_per_second["bfloat16"], sending)
 
 

@@ -49,9 +49,6 @@ class Hosts:
     shape: tuple[int, int]
     """GPUs of a host, and hosts."""
 
-    places = "host, and number in it"
-    """What `place` says, in words."""
-
     @classmethod
     def parse(cls, name: str, slices: int) -> Hosts:
         """Return the hosts that a topology's name says."""
@@ -120,11 +117,6 @@ class Hosts:
         """Return the host of a device, and its number in it."""
         host, number = divmod(device.id, self.shape[0])
         return host, number
-
-    @property
-    def place_code(self) -> str:
-        """Code for the place of the device d."""
-        return f"divmod(d.id, {self.shape[0]})"
 
     def word(self, counts: Sequence[int]) -> str:
         """Say how devices of a host are connected."""

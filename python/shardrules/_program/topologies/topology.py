@@ -240,17 +240,13 @@ class Topology:
         words = ["DCN" if between > 1 else "", self._layout.word(within)]
         return " and ".join(filter(None, words))
 
-    def link_rate(self, mesh: Mesh, axes: Sequence[str]) -> float:
-        """Return the bytes that a device sends in a second over axes of a mesh of these devices.
+    def _links(self, mesh: Mesh, axes: Sequence[str]) -> Links:
+        """Return how devices along axes of a mesh are connected.
 
         Each dimension of the torus has its share of the links; without links around, or as a part
         of it alone, half of that; within a host of GPUs each has all of its links. Over slices or
         hosts and within them, as if a device exchanged its own part with those of others alone.
         """
-        return self._links(mesh, axes).rate
-
-    def _links(self, mesh: Mesh, axes: Sequence[str]) -> Links:
-        """Return how devices along axes of a mesh are connected."""
         places = self._places(mesh)
         axes = strings("axes", axes)
         if unknown := [axis for axis in axes if axis not in mesh.axis_names]:
@@ -263,20 +259,6 @@ class Topology:
         outer = (between - 1) / (prod(mesh.shape[axis] for axis in axes) - 1)
         seconds: float = outer / self.hardware.dcn_bytes_per_second + (1 - outer) / inner
         return Links(1 / seconds, ())
-
-    def mesh_code(self, mesh: Mesh) -> str:
-        """Write the order of a mesh's devices as code, so that a job builds the same mesh."""
-        places = self._places(mesh).reshape(mesh.devices.size, -1).tolist()
-        order = ", ".join(str(tuple(place)) for place in places)
-        return (
-            "import jax, numpy as np\n"
-            f"# {topology_shown(self)}: {self._layout.places} of each device\n"
-            f"order = [{order}]\n"
-            f"place = lambda d: {self._layout.place_code}\n"
-            "device = {place(d): d for d in jax.devices()}\n"
-            f"devices = np.array([device[p] for p in order]).reshape({mesh.devices.shape})\n"
-            f"mesh = jax.sharding.Mesh(devices, {tuple(mesh.axis_names)!r})\n"
-        )
 
 
 def _most_along(places: npt.NDArray[np.int64], axes: Sequence[int]) -> list[int]:

@@ -87,9 +87,6 @@ class Slices:
     """Chips along each dimension of a slice."""
     slices: int
 
-    places = "slice, coordinates and core"
-    """What `place` says, in words, and as code for the device d."""
-    place_code = "(getattr(d, 'slice_index', None) or 0, *d.coords, d.core_on_chip)"
     memory_limit = None
     """The compiler refuses what does not fit."""
 
@@ -238,21 +235,14 @@ def _shape_of(name: str, kind: _Generation) -> tuple[int, ...]:
                 f"along the first two dimensions, such as {'x'.join(map(str, even))}"
             )
         return shape
-    count, cores = int(match[2]), kind.cores_counted
-    shapes = list(_slices_of(count // cores, kind.dimensions))
-    if count % cores or not shapes:
-        most = Hardware.named(kind.hardware).link_devices // kind.devices
-        near = " and ".join(
-            repr(f"{name.partition('-')[0]}-{cores * chips}")
-            for chips in _near_counts(min(count / cores, most), kind.dimensions)
-            if chips <= most
-        )
+    chips, rest = divmod(int(match[2]), kind.cores_counted)
+    in_clouds = None if rest else _shape_in_clouds(chips, kind.dimensions)
+    if in_clouds is None:
         raise ValueError(
             f"the name {name!r}: clouds have no slice with so many "
-            f"{'cores' if cores > 1 else 'chips'}, near ones are {near}; or give its shape, such "
-            f"as {example}"
+            f"{'cores' if kind.cores_counted > 1 else 'chips'}: give its shape, such as {example}"
         )
-    return min(shapes, key=sum)
+    return in_clouds
 
 
 @contextmanager
@@ -282,22 +272,10 @@ def libtpu_path() -> str:
     return path if os.path.isfile(path) else importlib.import_module("libtpu").get_library_path()
 
 
-def _slices_of(chips: int, dimensions: int) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes of slices of so many chips that clouds have."""
-    if chips in _SMALL[dimensions]:
-        yield _SMALL[dimensions][chips]
-    elif dimensions == 3 and chips:
-        sizes = [size for size in range(_CUBE, chips + 1, _CUBE) if chips % size == 0]
-        for shape in combinations_with_replacement(sizes, dimensions):
-            if prod(shape) == chips:
-                yield shape
-
-
-def _near_counts(chips: float, dimensions: int) -> list[int]:
-    """Return the largest number of chips below this one that clouds have, and the next above."""
-    counts = list(_SMALL[dimensions])
-    if dimensions == 3:
-        cubes = int(chips // _CUBE**3)
-        counts += [_CUBE**3 * count for count in (cubes, cubes + 1) if count]
-    below, above = ([n for n in counts if (n > chips) == is_above] for is_above in (False, True))
-    return [*sorted(below)[-1:], *sorted(above)[:1]]
+def _shape_in_clouds(chips: int, dimensions: int) -> tuple[int, ...] | None:
+    """Return the shape of a slice of so many chips that clouds have; None if they have none."""
+    if chips in _SMALL[dimensions] or dimensions == 2:
+        return _SMALL[dimensions].get(chips)
+    sizes = [size for size in range(_CUBE, chips + 1, _CUBE) if chips % size == 0]
+    shapes = combinations_with_replacement(sizes, dimensions)
+    return min((shape for shape in shapes if prod(shape) == chips), key=sum, default=None)
