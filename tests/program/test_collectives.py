@@ -127,12 +127,6 @@ class TestProgram:
             row.kind for row in program.collectives
         ]
 
-    def test_a_backend_without_text_says_so(self, print_as):
-        print_as(None)
-        program = sr.inspect(COMPILED, PLANNED)
-        assert program.collectives == ()
-        assert "not known" in str(program)
-
     def test_a_plan_that_does_not_fit_is_an_error(self):
         with pytest.raises(ValueError, match="inputs"):
             sr.inspect(COMPILED, (P(None, "fsdp", "tp"),))

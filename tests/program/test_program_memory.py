@@ -108,10 +108,6 @@ class TestMemory:
 
     def test_a_backend_that_does_not_tell_is_not_guessed(self, monkeypatch):
         compiled = compile_layers()
-        monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda _: None)
-        memory = sr.inspect(compiled, (PLAN, ROWS), PLAN).memory
-        assert memory.buffers == ()
-        assert "does not show which arrays" in str(memory)
         monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", lambda _: None)
         assert sr.inspect(compiled, (PLAN, ROWS), PLAN).memory is None
 

@@ -180,11 +180,18 @@ class Executable:
         return at(self._arguments[2], self.call.in_leaves)
 
     @cached_property
-    def hlo(self) -> Hlo | None:
-        """Optimized module; None where the backend does not show it."""
+    def hlo(self) -> Hlo:
+        """Optimized module.
+
+        Raises:
+            ValueError: The backend does not show it.
+        """
         text = self._compiled.as_text()
         if not text:
-            return None
+            raise ValueError(
+                "this backend does not show the text of executables, so what they send is not "
+                "known; compile the same function for another backend, such as CPU devices"
+            )
         check_hlo(text)
         return Hlo(text)
 
@@ -216,7 +223,6 @@ class Executable:
 
         Constants and tokens, which JAX passes as well, come first.
         """
-        assert self.hlo is not None
         passed = _not_none(self._arguments[0])
         first = self.hlo[self.hlo.entry].counts[0] - len(passed)
         number_of = {leaf: first + number for number, leaf in enumerate(passed)}
@@ -230,7 +236,6 @@ class Executable:
     @cached_property
     def values(self) -> Values:
         """Graph of the module's values."""
-        assert self.hlo is not None
         return Values(self.hlo)
 
     @cached_property

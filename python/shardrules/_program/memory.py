@@ -112,7 +112,7 @@ class Memory(NamedTuple):
     is_recomputed: bool
     """True if the backward pass computes something again, as `jax.checkpoint` has it."""
     buffers: tuple[Buffer, ...]
-    """The largest of these arrays, 100 at most; () if the backend does not show the schedule."""
+    """The largest of these arrays, 100 at most."""
 
     @property
     def peak(self) -> int:
@@ -127,8 +127,6 @@ class Memory(NamedTuple):
 
     def _parts(self) -> list[Table | str]:
         head = f"{bytes_shown(self.peak)} on each device: {self.totals}"
-        if not self.buffers:
-            return [f"{head}; this backend does not show which arrays these are"]
         largest = "the largest arrays that are alive"
         if self.alive < self.peak:
             share = self.alive / self.peak
@@ -164,8 +162,6 @@ def totals_of(executable: Executable) -> Totals | None:
 def memory_of(executable: Executable, totals: Totals) -> Memory:
     """Read the arrays that a program needs, beside XLA's numbers."""
     hlo = executable.hlo
-    if hlo is None:
-        return Memory(totals, 0, 0, False, ())
 
     def path_of(parameter: int) -> str | None:
         leaf = executable.leaf_of.get(parameter)

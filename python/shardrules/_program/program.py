@@ -44,7 +44,7 @@ from shardrules._program.work import Product, products
 SMALL: Final = 2**16
 """Bytes that a device sends in a step, below which a collective needs no explanation."""
 _ANSWERS: Final = (
-    "_costs", "axis_sizes", "batch_axes", "collectives", "has_text", "memory", "products", "totals",
+    "_costs", "axis_sizes", "batch_axes", "collectives", "memory", "products", "totals",
 )  # fmt: skip
 _KEPT_IN_TEXT: Final = 20
 _COLUMNS: Final = (
@@ -77,11 +77,6 @@ class Program:
         # An executable cannot be copied.
         return {name: getattr(self, name) for name in _ANSWERS}
 
-    @cached_property
-    def has_text(self) -> bool:
-        """False where the backend does not show what it has compiled."""
-        return self._executable.hlo is not None
-
     @property
     def mesh(self) -> AnyMesh | None:
         """Mesh of the arguments and results; None if none of them has one."""
@@ -103,18 +98,15 @@ class Program:
     @cached_property
     def _exchanged(self) -> Sequence[tuple[Exchange, Row | None]]:
         """What is moved, and why, in the order of the text; None where no mesh is known."""
-        hlo = self._executable.hlo
-        if hlo is None:
-            return ()
         with hlo_errors():
-            rows = list(exchanges(hlo, self.axis_sizes))
+            rows = list(exchanges(self._executable.hlo, self.axis_sizes))
             reasons = self._reasons
             asked = [None] * len(rows) if reasons is None else reasons.rows(rows)
             return list(zip(rows, asked, strict=True))
 
     @cached_property
     def _reasons(self) -> Reasons | None:
-        if self._executable.hlo is None or self._executable.mesh is None:
+        if self._executable.mesh is None:
             return None
         return Reasons(self._executable, self._carried, self._batches, SMALL)
 
@@ -137,15 +129,14 @@ class Program:
     @cached_property
     def products(self) -> Sequence[Product]:
         """Matrix products and convolutions that a device computes."""
-        reasons, hlo = self._reasons, self._executable.hlo
-        if reasons is None or hlo is None or not hlo.has_products:
+        reasons = self._reasons
+        if reasons is None or not self._executable.hlo.has_products:
             return ()
         with hlo_errors():
             variation = reasons.executable.variation
             return list(products(reasons.values, variation, reasons.leaves_of_product))
 
     def _collective(self, row: Exchange, asked: Row | None) -> Collective:
-        assert self._executable.hlo is not None
         instruction = row.op.instruction
         reason = REASONS["unknown" if asked is None else asked.reason]
         return Collective(
@@ -184,14 +175,6 @@ class Program:
     def _costs(self) -> Costs:
         return costs_of(self._executable, self.collectives)
 
-    def _shown_costs(self) -> Costs:
-        if not self.has_text:
-            raise ValueError(
-                "this backend does not show the text of executables: what they send cannot be "
-                "locked, nor compared; compile the function for another backend"
-            )
-        return self._costs
-
     def lock(self, path: str | Path | None = None) -> str:
         """Write what the program costs as a text for version control: JSON, a line for each sum.
 
@@ -199,9 +182,6 @@ class Program:
 
         Args:
             path: A file to write it to as well.
-
-        Raises:
-            ValueError: The backend does not show the program.
 
         Example:
             >>> import jax, shardrules as sr
@@ -212,7 +192,7 @@ class Program:
             nothing found: 0 sums of bytes and the peak compared with the lock
         """
         check_file("path", path)
-        text = program_lock_text(self._shown_costs())
+        text = program_lock_text(self._costs)
         if path is not None:
             write_text(path, text)
         return text
@@ -228,18 +208,17 @@ class Program:
 
         Raises:
             FileError: It is not a lock; a ValueError.
-            ValueError: The backend does not show the program.
         """
         check_type(
             "other", other, Program | str | os.PathLike,
             "a Program, a lock's text, or the path of its file",
         )  # fmt: skip
         if isinstance(other, Program):
-            before, name = other._shown_costs(), "the program"
+            before, name = other._costs, "the program"
         else:
             data, name = content_of(other, "Program.lock")
             before = read_program_lock(data, name)
-        return compared(self._shown_costs(), before, self.collectives, tolerance, name)
+        return compared(self._costs, before, self.collectives, tolerance, name)
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as `json.dumps` takes it."""
@@ -259,10 +238,6 @@ class Program:
         return Section("Compiled program", (self,))
 
     def _parts(self) -> list[Table | str]:
-        if not self.has_text:
-            return [
-                "this backend does not show the text of executables: what they send is not known"
-            ]
         parts: list[Table | str] = [printable(self._summary())]
         if self.collectives:
             parts.append(Table(_COLUMNS, map(_collective_cells, self.collectives[:_KEPT_IN_TEXT])))
@@ -320,10 +295,11 @@ def time_on(topology: Topology, mesh: Mesh, text: str) -> ProgramTime | None:
 
 def roofline_on(topology: Topology, program: Program) -> Roofline | None:
     """Return the seconds of what a device computes and sends, each as if it were alone."""
-    hlo, mesh = program._executable.hlo, program.mesh
-    if hlo is None or mesh is None or not has_devices(mesh):
+    mesh = program.mesh
+    if mesh is None or not has_devices(mesh):
         return None
-    flops = sum(product.flops for product in program.products) + kernel_flops(hlo)
+    flops = sum(product.flops for product in program.products)
+    flops += kernel_flops(program._executable.hlo)
     rows = [row for row in program.collectives if row.axes]
     sending = sum(row.sent_at_least / topology._links(mesh, row.axes).rate for row in rows)
     return Roofline(flops / topology.hardware.flops_per_second["bfloat16"], sending)

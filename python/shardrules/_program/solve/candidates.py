@@ -277,7 +277,6 @@ def _costs(layout: Contender, program: Program, peak: int) -> StepCost:
         for operation, trips in space.step._equations.operations(on_device=True)
     )
     executable, hlo = program._executable, program._executable.hlo
-    assert hlo is not None
     with hlo_errors():
         done = sum(size for _, size in product_nodes(executable.values)) + kernel_flops(hlo)
         rows = list(exchanges(hlo, program.axis_sizes))

@@ -246,10 +246,7 @@ def dropped(
 
 def closed_over(executable: Executable, large: int) -> Iterator[Finding]:
     """Yield a finding about large arrays that the function has without being given them."""
-    hlo = executable.hlo
-    if hlo is None:
-        return
-    entry = hlo[hlo.entry]
+    entry = executable.hlo[executable.hlo.entry]
     lines = list(entry.of_opcode("constant"))
     if entry.counts[0] > len(executable.kept):
         lines += [line for line in entry.parameters if line.parameter not in executable.leaf_of]
@@ -347,7 +344,7 @@ def undonated(executable: Executable, carried: Sequence[State]) -> Iterator[Find
     """Yield findings about donated leaves whose memory no output takes."""
     side, hlo = executable.inputs, executable.hlo
     donated = [leaf for leaf in executable.kept if executable.donated[leaf]]
-    if hlo is None or hlo.alias_count == len(donated):
+    if hlo.alias_count == len(donated):
         return
     aliased = set(hlo.aliases.values())
     lost = [leaf for leaf in donated if executable.parameter_of[leaf] not in aliased]
@@ -402,8 +399,6 @@ def not_donated(executable: Executable, carried: Sequence[State], large: int) ->
 
 def _is_changed(executable: Executable, state: State) -> bool:
     """Say whether an array of a state comes out otherwise than it goes in."""
-    if executable.hlo is None:
-        return False
     entry = executable.hlo[executable.hlo.entry]
     results = entry.root.operands if entry.root.opcode == "tuple" else ()
     if results and {line.name for line in entry.parameters}.issuperset(results):
@@ -421,7 +416,7 @@ def _kept_twice(executable: Executable, state: State, least: int) -> list[int]:
         for before, after in zip(state.inputs, state.outputs, strict=True)
         if side.shardings[before] is not None and not executable.donated[before]
     ]
-    if executable.hlo is None or sum(side.bytes_of(before) for before, _ in pairs) < least:
+    if sum(side.bytes_of(before) for before, _ in pairs) < least:
         return []
     if state.evidence == "updated":
         return [before for before, _ in pairs]

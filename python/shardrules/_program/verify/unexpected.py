@@ -62,8 +62,6 @@ def gathered(
     Behind each are the axes along which devices do the same work with them.
     """
     executable = program._executable
-    if executable.hlo is None:
-        return
     side = executable.inputs
     rows = [
         (row.leaf, row)
@@ -239,7 +237,7 @@ def kept_activations(program: Program, large: int) -> Iterator[Finding]:
     """Yield a finding if most memory is what the forward pass keeps for the backward pass."""
     hlo = program._executable.hlo
     # XLA's numbers take longer than the text.
-    if hlo is None or not hlo.has_gradients or (totals := program.totals) is None:
+    if not hlo.has_gradients or (totals := program.totals) is None:
         return
     # The arguments, such as the state of an optimizer, are there whatever is kept.
     least = max(large, _KEPT * (totals.peak - totals.arguments), _KEPT_OF_PEAK * totals.peak)
@@ -276,7 +274,7 @@ def differing(executable: Executable) -> Iterator[Finding]:
     program.
     """
     mesh, hlo = executable.mesh, executable.hlo
-    if hlo is None or mesh is None or _MANUAL not in hlo.text:
+    if mesh is None or _MANUAL not in hlo.text:
         return
     found: dict[tuple[frozenset[str], str, tuple[int, ...]], list[int]] = {}
     for leaf, (node, sharding) in enumerate(
@@ -294,7 +292,6 @@ def differing(executable: Executable) -> Iterator[Finding]:
 def _causes(executable: Executable, node: int, axes: frozenset[str]) -> tuple[tuple[int, ...], str]:
     """Return the leaves of the inputs that make copies differ, and the line of the last sum."""
     values, variation, hlo = executable.values, executable.variation, executable.hlo
-    assert hlo is not None
 
     def differing_sources(node: int) -> list[int]:
         return [one for one in values.made_of[node] if axes & variation.of([one])]

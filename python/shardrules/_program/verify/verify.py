@@ -88,8 +88,6 @@ def verify(
     | budget | error, warning | more bytes than `budget`; a warning if they are not known |
     | peak | error | more memory than `hbm` |
 
-    A warning of gathered or peak may also say that the backend does not tell.
-
     Args:
         compiled: `jax.jit(f).lower(...).compile()`, or the same of `flax.nnx.jit` or
             `equinox.filter_jit`.
@@ -112,7 +110,7 @@ def verify(
     Raises:
         TypeError: It is not a compiled function, or something else is planned.
         ValueError: A plan does not fit its argument or the mesh, or the budget is for an axis that
-            the mesh lacks.
+            the mesh lacks; or the backend does not show what it has compiled.
 
     Example:
         >>> import jax, shardrules as sr
@@ -168,7 +166,6 @@ def findings_and_program(
             *dropped(executable.inputs, in_targets, executable.kept),
             *closed_over(executable, large),
             *_for_other_devices(executable, (inputs, outputs)),
-            *_without_text(executable),
             *differing(executable),
             *large_results(executable.outputs, out_targets, carried, large),
             *changed(executable, carried),
@@ -198,17 +195,6 @@ def _for_other_devices(executable: Executable, planned: Any) -> Iterator[Finding
         )
         fix = "compile it for those: shardrules.prove(step, ..., on=mesh)"
         yield Finding("info", "input", message, fix)
-
-
-def _without_text(executable: Executable) -> Iterator[Finding]:
-    """Yield a finding if the backend does not show the text of what it compiles."""
-    if executable.hlo is None:
-        message = (
-            "this backend does not show the text of executables: what they send and gather, and "
-            "whether donated memory is taken, is not known"
-        )
-        fix = "verify the same function on another backend, such as CPU devices"
-        yield Finding("warning", "gathered", message, fix)
 
 
 def _peak_findings(program: Program, hbm: int | None) -> Iterator[Finding]:
@@ -334,8 +320,6 @@ def _of_peak(program: Program, limit: Limit) -> Iterator[Finding]:
 
 
 def _of_sent(program: Program, limit: Limit) -> Iterator[Finding]:
-    if not program.has_text:
-        return
     rows = [
         row for row in program.collectives if limit.axes <= {*row.axes} and row.kind in limit.kinds
     ]
