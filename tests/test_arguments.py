@@ -57,6 +57,7 @@ NOT_TRUTH = (*ODD[1:], "no", 2, np.ones(2), [])
 NOT_SIZE = ("8", 1.5, -1, 2**64, 10**5000, THING, HUGE, False, [])
 NOT_COUNT = (*NOT_SIZE, 0)
 NOT_NUMBER = ("8", THING, HUGE, [], np.ones(2))
+NOT_BYTES = ("8 boxes", -1, *NOT_NUMBER[1:])
 NOT_RATE = (*NOT_NUMBER, None, -1.0, math.inf, math.nan)
 NOT_TREE = ("ckpt", b"x", Path("ckpt"), print, Thing, THING, iter([]), {"f": print}, math)
 NOT_CHOICE = (*ODD, "drp", 0, [])
@@ -110,7 +111,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
         "memory_bytes link_devices torus_dimensions slices shard_bytes": (*NOT_COUNT, None),
         "Plan.sweep.devices": (*(size for size in NOT_SIZE if not isinstance(size, str)), "v5q:8"),
         "axis": ("0", None, 1.5, -1, 64, THING, HUGE),
-        "min_size large hbm": NOT_NUMBER,
+        "min_size": NOT_NUMBER,
+        "large hbm": NOT_BYTES,
         "time_limit": (*NOT_NUMBER, -1),
         "memory_bytes_per_second link_bytes_per_second dcn_bytes_per_second": (*NOT_RATE, 0),
         "tolerance": (*NOT_RATE, True),
@@ -263,7 +265,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "named_shardings": (sr.named_shardings, {"tree": TREE, "rules": RULES, "mesh": SIZES}),
     "patch": (lambda libraries: sr.patch(libraries), {}),
     "plan": (sr.plan, {"tree": TREE, "rules": RULES, "mesh": SIZES}),
-    "sweep": (lambda step_on, **named: sr.sweep(step_on, **named), {"step_on": DOUBLED, "on": SIZES}),
+    "sweep": (lambda step_on, **named: sr.sweep(step_on, **named), {"step_on": lambda mesh: (DOUBLED, (ONES,)), "on": SIZES}),
     "rehearse": (lambda step_on, mesh, **named: sr.rehearse(step_on, mesh, **named), {"step_on": lambda mesh: (DOUBLED, (ONES,)), "mesh": SIZES}),
     "prove": (lambda args=(ONES,), **named: sr.prove(named.pop("step"), *args, **named), {"step": DOUBLED}),
     "read_hardware": (sr.read_hardware, {"path": "tests/data/hardware.toml"}),

@@ -113,6 +113,17 @@ def step_command(function, *words):
     command("step", function, "--mesh", "fsdp=2,tp=4", *words)
 
 
+def step_on(mesh, batch=8):
+    plan = sr.plan({"w": SHAPE((8, 8), "float32")}, [("w", ("fsdp", "tp"))], mesh)
+    return jax.jit(lambda params: params), (plan,), plan
+
+
+def sharded():
+    """Returns arrays on the mesh of one device, and their plan."""
+    plan = sr.plan({"w": SHAPE((4, 4), "float32")}, [("w", ("fsdp",))], MESH)
+    return sr.shard({"w": np.ones((4, 4), "float32")}, plan), plan
+
+
 def solution():
     return sr.solve(STEP, SIZES, hardware="v5p")
 
@@ -152,7 +163,7 @@ OF_PLANS = {
     "a level": (lambda: PLAN.check(levels={"dead": "warn"}), "'dead' is 'warn'", "'warning'"),
     "a kind": (lambda: PLAN.check(levels={"deadd": "error"}), "'deadd'", "'dead'"),
     "one replicated": (lambda: PLAN.check(replicated="norm"), "'norm'", "sequence of patterns", "write ['norm']"),
-    "bytes with a unit": (lambda: PLAN.check(large="16MB"), "'16MB'", "a number of bytes, such as 95e9"),
+    "bytes with another unit": (lambda: PLAN.check(large="16MBs"), "'16MBs'", "write it as 96GB"),
     "memory with another unit": (lambda: PLAN.check(hbm="95GBs"), "'95GBs'", "write it as 96GB"),
     "a head of no size": (lambda: PLAN.check(head_dim=0), "head_dim is 0", "an integer from 1"),
     "a level to raise for": (lambda: PLAN.check().raise_for("warn"), "'warn'", "'warning'"),
@@ -327,6 +338,97 @@ OF_SOLUTIONS = {
     "a solution on another mesh": (lambda: solution().constraints(MESH).__enter__(), "fsdp=1,tp=1", "the solution is for fsdp=2,tp=4"),
 }  # fmt: skip
 
+OF_PROOFS = {
+    "CPUs by name": (lambda: sr.prove(JITTED, PLAN, X, on="cpu"), "'cpu'", "XLA for CPU takes sizes, as {'fsdp': 4, 'tp': 2}"),
+    "a number of devices to prove": (lambda: sr.prove(JITTED, PLAN, X, on=8), "on is 8 (an int)", "a dict of sizes such as {'fsdp': 64, 'tp': 8}"),
+    "a plan of other axes": (lambda: sr.prove(JITTED, PLAN, X, on={"data": 8}), "no axis 'fsdp'", "rename it, add it to the mesh"),
+    "a size of nought": (lambda: sr.prove(JITTED, PLAN, X, on={"fsdp": 0, "tp": 2}), "'fsdp' is 0", "an integer from 1"),
+    "a size as text to prove": (lambda: sr.prove(JITTED, PLAN, X, on={"fsdp": "2", "tp": 4}), "'fsdp' is '2'", "an integer"),
+    "step_on as step": (lambda: sr.prove(step_on, SIZES), "argument 0", "a mesh: write on=", "step, arguments, outputs = step_on(mesh)"),
+    "what step_on returns as step": (lambda: sr.prove(step_on(SIZES), on=SIZES), "(a tuple)", "write step, arguments, outputs = step_on(mesh), and step, *arguments, outputs=outputs"),
+    "rules for outputs": (lambda: sr.prove(JITTED, PLAN, X, on=SIZES, outputs=RULES), "outputs is [('wq/kernel'", "shardrules.plan(tree, rules, mesh)"),
+    "a plan of another tree for outputs": (lambda: sr.prove(JITTED, PLAN, X, on=SIZES, outputs=OTHER), "no leaf embed", "plan the tree that the function returns"),
+    "one plan for inputs": (lambda: sr.prove(JITTED, PLAN.abstract(), X, on=SIZES, inputs=PLAN), "inputs is one Plan", "write (plan, None), an entry for each"),
+    "an input too many to prove": (lambda: sr.prove(JITTED, PLAN.abstract(), X, on=SIZES, inputs=(PLAN, None, None)), "3 entries", "2 positional"),
+    "a budget of one text": (lambda: sr.prove(JITTED, PLAN, X, on=SIZES, budget="90GB"), "'90GB'", "{'fsdp': '25 GB', 'peak': '90 GB'}"),
+    "a budget of a misspelt axis": (lambda: sr.prove(JITTED, PLAN, X, on=SIZES, budget={"fsdpp": "9GB"}), "'fsdpp'", "did you mean fsdp?"),
+    "a budget of a misspelt kind": (lambda: sr.prove(JITTED, PLAN, X, on=SIZES, budget={"allgather": "9GB"}), "'allgather'", "did you mean all-gather?"),
+    "a budget of a plan": (lambda: sr.prove(JITTED, PLAN, X, on=SIZES, budget={"device": "9GB"}), "'device'", "the axes fsdp, tp", "total or peak"),
+    "a truth as text": (lambda: sr.prove(JITTED, PLAN, X, on=SIZES, time="yes"), "time is 'yes'", "True or False"),
+    "what is large with another unit": (lambda: sr.prove(JITTED, PLAN, X, on=SIZES, large="16MBs"), "'16MBs'", "write it as 96GB or 80GiB"),
+    "gigabytes to prove": (lambda: sr.prove(JITTED, PLAN, X, on=SIZES, hbm=16), "16 bytes", "write 16e9, or '16GB'"),
+    "arguments in another order": (lambda: sr.prove(JITTED, X, PLAN, on=SIZES), "0: bfloat16[8, 512]", "1: the tree of a plan"),
+    "nothing planned": (lambda: sr.prove(jax.jit(lambda x: x), np.ones(8), on=SIZES).findings.raise_for("warning"), "nothing is compared", "shardrules.prove(step, plan, batch)"),
+}  # fmt: skip
+OF_SWEEPS = {
+    "swept what step_on returns": (lambda: sr.sweep(step_on(SIZES), SIZES), "(a tuple)", "def step_on(mesh), which ends with return step, (plan, batch), plan"),
+    "swept a step": (lambda: sr.sweep(JITTED, 8), "(a PjitFunction)", "def step_on(mesh)"),
+    "swept a plan": (lambda: sr.sweep(PLAN, 8), "(a Plan)", "def step_on(mesh)"),
+    "swept a name": (lambda: sr.sweep("train:step_on", 8), "'train:step_on'", "def step_on(mesh)"),
+    "one axis to sweep": (lambda: sr.sweep(step_on, 8, axes="fsdp"), "'fsdp'", "write ['fsdp']"),
+    "devices as text for a step": (lambda: sr.sweep(step_on, "8"), "'8'", "or a number"),
+    "meshes in a list": (lambda: sr.sweep(step_on, [SIZES]), "(a list)", "one mesh"),
+    "one mesh of a plan": (lambda: PLAN.sweep({"fsdp": 8}), "meshes is one mesh", "write sweep([{'fsdp': 8}])"),
+    "a misspelt choice": (lambda: sr.sweep(step_on, SIZES, bach=[8, 16]), "'bach'", "beside the mesh it takes batch"),
+    "a choice of one": (lambda: sr.sweep(step_on, SIZES, batch=8), "batch is 8", "a sequence of values"),
+    "a choice of none": (lambda: sr.sweep(step_on, SIZES, batch=[]), "batch", "no values to try"),
+    "gigabytes to sweep": (lambda: sr.sweep(step_on, SIZES, hbm=16), "16 bytes", "write 16e9, or '16GB'"),
+}  # fmt: skip
+OF_REHEARSALS = {
+    "rehearsed a step": (lambda: sr.rehearse(JITTED, SIZES), "(a PjitFunction)", "def step_on(mesh)"),
+    "rehearsed what step_on returns": (lambda: sr.rehearse(step_on(SIZES), SIZES), "(a tuple)", "def step_on(mesh)"),
+    "mesh before step_on": (lambda: sr.rehearse(SIZES, step_on), "(a dict)", "def step_on(mesh)"),
+    "a slice to rehearse": (lambda: sr.rehearse(step_on, "v5p:2x2x2"), "'v5p:2x2x2'", "a dict of axis sizes such as {'dp': 8, 'tp': 4}"),
+    "a number to rehearse": (lambda: sr.rehearse(step_on, 8), "8 (an int)", "a dict of axis sizes"),
+    "the mesh of the pod": (lambda: sr.rehearse(step_on, {"fsdp": 64, "tp": 64}), "4,096 devices", "at most 512", "a small mesh with the same axes"),
+    "another axis": (lambda: sr.rehearse(step_on, {"data": 2}), "no axis 'fsdp'", "add it to the mesh"),
+    "a tolerance as text": (lambda: sr.rehearse(step_on, SIZES, rtol="1e-3"), "'1e-3'", "a number"),
+    "a negative tolerance": (lambda: sr.rehearse(step_on, SIZES, rtol=-1), "-1", "such as 1e-5"),
+    "one argument": (lambda: sr.rehearse(step_on, SIZES, args=np.ones(3)), "(an ndarray)", "as a tuple"),
+    "an argument of another shape": (lambda: sr.rehearse(step_on, SIZES, args=({"w": np.ones((4, 4), "float32")},)), "(4, 4)", "(8, 8)"),
+}  # fmt: skip
+OF_AUDITS = {
+    "values as text": (lambda: sr.audit(*sharded(), values="yes"), "values is 'yes'", "True or False"),
+    "shapes to audit": (lambda: sr.audit(TREE, PLAN).raise_for(), "abstract and without sharding", "audit the arrays themselves"),
+    "host arrays to audit": (lambda: sr.audit(ARRAYS, PLAN).raise_for("warning"), "on no device", "shardrules.shard(tree, plan.on_mesh(mesh).shardings())"),
+    "another tree to audit": (lambda: sr.audit({"v": sharded()[0]["w"]}, sharded()[1]).raise_for(), "the tree lacks 1 array", "audit the tree that was planned"),
+    "specs to audit by": (lambda: sr.audit(sharded()[0], {"w": P("fsdp")}), "(a dict)", "as shardrules.plan makes one"),
+}  # fmt: skip
+OF_RULES = {
+    "one axis to split": (lambda: sr.Rules(RULES).with_axes("tp"), "'tp'", "{'tp': ('kv', 'rep')}"),
+    "a misspelt axis to split": (lambda: sr.Rules(RULES).with_axes({"tpp": ("kv", "rep")}), "'tpp'", "did you mean 'tp'?"),
+    "sizes for a split axis": (lambda: sr.Rules(RULES).with_axes({"tp": (2, 4)}), "2 (an int)", "a string"),
+    "an axis split in itself": (lambda: sr.plan(TREE, sr.Rules(RULES).with_axes({"tp": ("fsdp", "rep")}), {"fsdp": 2, "rep": 4}).specs(), "'fsdp' is used twice", "only one dimension"),
+    "a split axis on the old mesh": (lambda: sr.named_shardings(TREE, sr.Rules(RULES).with_axes({"tp": ("kv", "rep")}), SIZES), "no axes 'kv', 'rep'", "add them to the mesh"),
+    "an axis that no logical rule has": (lambda: sr.LogicalRules([("embed", "fsdp")]).with_axes({"tensor": ("kv", "rep")}), "'tensor'", "they name fsdp"),
+    "names in a text": (lambda: sr.plan({"w": X}, sr.LogicalRules([("embed", "fsdp")]), SIZES, names={"w": "embed,mlp"}).specs(), "'embed,mlp'", "('embed', None)"),
+    "a correction beside rules": (lambda: sr.plan(TREE, RULES, SIZES, correction=sr.Correction(rank="error")), "rules are no specs", "Rules(pairs, correction=...)"),
+    "a policy that is gone": (lambda: sr.Correction(indivisible="factor"), "'factor'", "'prefix'"),
+    "axes in one text": (lambda: sr.plan(TREE, [("wq", "fsdp,tp"), (".*", ())], SIZES).specs(), "'fsdp,tp'", "did you mean 'fsdp'?"),
+    "a glob": (lambda: sr.Rules([("*kernel", ("fsdp",))]), "not globs", "write '.*kernel'"),
+    "a moment's axis": (lambda: PLAN.for_optimizer({"mu": TREE}, zero1="data"), "'data'", "{'fsdp': 2, 'tp': 4}"),
+    "an optimizer's name to suggest": (lambda: sr.suggest(TREE, SIZES, optimizer="adam"), "'adam'", "('float32', 'float32')"),
+    "a lock to compare with": (lambda: PLAN.diff("plan.lock"), "'plan.lock'", "Plan.from_lock(path)"),
+    "LORA in a list": (lambda: sr.plan(TREE, RULES, SIZES, companions=[sr.LORA]), "companions[0]", "those of shardrules.LORA"),
+    "a file of hardware by name": (lambda: sr.solve(STEP, SIZES, hardware="my.toml"), "'my.toml'", "shardrules.read_hardware"),
+    "a nickname": (lambda: sr.Topology("trillium:4x4"), "'trillium'", "did you mean 'v6e'?"),
+}  # fmt: skip
+OF_RENAMES = {
+    "a glob of names": (lambda: sr.Rename("layers.*.w", "layers/*/w"), "'layers.*.w' is a regex", "'model.layers.{layer}.weight'"),
+    "an empty field": (lambda: sr.Rename("layers.0.w", "layers/{}/w"), "{} is no field", "{layer}"),
+    "sides that are swapped": (lambda: saved(renames=[sr.Rename("q", "wq")]), "q: this Rename finds no array", "near it: wq"),
+    "words in other numbers": (lambda: sr.Rename("{p:a|b}", "{p:x|y|z}"), "{p} is not alike", "as many words"),
+    "fields side by side": (lambda: sr.Rename("{a}{b}", "{a}/{b}"), "{a} ", "{b} begin"),
+    "a permutation": (lambda: sr.Rename("a", "b", (1, 0)), "(1, 0)", "'out in -> in out'"),
+    "axes without an arrow": (lambda: sr.Rename("a", "b", "(0, 1)"), "'(0, 1)'", "one '->'"),
+    "one size": (lambda: sr.Rename("a", "b", "(h d) i -> i h d", sizes=128), "128 (an int)", "{'head_dim': 128}"),
+    "a size as text to rename": (lambda: sr.Rename("a", "b", "(h d) i -> i h d", sizes={"d": "128"}), "'128'", "an integer"),
+    "renames in a dict": (lambda: saved(renames={"wq": "q"}), "(a dict)", "a sequence of Renames"),
+    "a rename of save in a dict": (lambda: sr.save(ARRAYS, CHECKPOINT / "k", renames={"a": "b"}), "(a dict)", "a sequence of Renames"),
+    "numbers beside arrays to save": (lambda: sr.save({"a": np.ones(2), "step": 3}, CHECKPOINT / "k"), "step is an int", "jax.numpy.asarray(3)"),
+    "a model of the hub": (lambda: sr.read_model("meta-llama/Llama-3.1-8B"), "no such file", "hf download meta-llama/Llama-3.1-8B --local-dir DIRECTORY"),
+}  # fmt: skip
+
 OF_COMMANDS = {
     "a mesh with colons": (lambda: command("check", "model.json", "-r", "x", "-m", "fsdp:8,tp:4"), "'fsdp:8'", "write fsdp=8,tp=4"),
     "a mesh with spaces": (lambda: command("check", "model.json", "-r", "x", "-m", "fsdp=8 tp=4"), "'fsdp=8 tp=4'", "write fsdp=8,tp=4"),
@@ -363,7 +465,7 @@ OF_ORDERS = {
     "verified by a plan": ("verify(compiled, plan)", lambda: sr.verify(PLAN, COMPILED)),
 }  # fmt: skip
 ALL = (
-    OF_SOLUTIONS | OF_COMMANDS | OF_PLANS | OF_PLACEMENT | OF_TOPOLOGIES | OF_DEVICES | OF_STEPS | OF_FILES
+    OF_SOLUTIONS | OF_COMMANDS | OF_PROOFS | OF_SWEEPS | OF_REHEARSALS | OF_AUDITS | OF_RULES | OF_RENAMES | OF_PLANS | OF_PLACEMENT | OF_TOPOLOGIES | OF_DEVICES | OF_STEPS | OF_FILES
     | {f"{name} in another order": (call, "in another order, ", said) for name, (said, call) in OF_ORDERS.items()}
 )  # fmt: skip
 # They look like arguments in another order, and are other mistakes.

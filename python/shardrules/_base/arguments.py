@@ -85,25 +85,29 @@ def check_share(name: str, value: Any, example: str) -> None:
         raise ValueError(f"{name} is {value}; it must be a share such as {example}")
 
 
-def check_bytes(name: str, value: object) -> None:
-    check_type(name, value, Real, "a number of bytes, such as 95e9")
-
-
-def memory_bytes(name: str, value: Any) -> int:
-    """Return the bytes of a device's memory, given as a number or a text such as "95GB"."""
+def byte_size(name: str, value: Any) -> int:
+    """Return bytes that are given as a number or a text such as "95GB"."""
     if isinstance(value, str):
         try:
             value = byte_count(value)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-    check_bytes(name, value)
-    if isinstance(value, bool) or not 1 <= value < inf:
-        raise ValueError(f"{name} is {shown(value)}; it must be a number of bytes, such as 95e9")
-    if value < _LEAST_MEMORY:
+    check_type(name, value, Real, "a number of bytes, such as 95e9 or '95GB'")
+    if isinstance(value, bool) or not 0 <= value < inf:
         raise ValueError(
-            f"{name} is {value:g}: that is {value:g} bytes; write {value:g}e9, or '{value:g}GB'"
+            f"{name} is {shown(value)}; it must be a number of bytes, such as 95e9 or '95GB'"
         )
     return int(value)
+
+
+def memory_bytes(name: str, value: Any) -> int:
+    """Return the bytes of a device's memory, of which each has a thousand."""
+    count = byte_size(name, value)
+    if count < _LEAST_MEMORY:
+        raise ValueError(
+            f"{name} is {value!r}: that is {count} bytes; write {count}e9, or '{count}GB'"
+        )
+    return count
 
 
 def check_file(name: str, value: object) -> None:

@@ -142,7 +142,8 @@ def _public_hardware(parameter: str, name: str) -> Hardware:
         meant = f"did you mean {near!r}? " if near else ""
         raise ValueError(
             f"{parameter}: there are no figures for {brief(name)}; {meant}there are some for "
-            f"{', '.join(by_name)}; give those of others as a Hardware, or in a TOML file"
+            f"{', '.join(by_name)}; give those of others as a Hardware, such as "
+            "shardrules.read_hardware reads from a file"
         )
     return match
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._base.arguments import as_tuple, check_bytes, memory_bytes
+from shardrules._base.arguments import as_tuple, byte_size
 from shardrules._base.dtypes import given_bits
 from shardrules._base.rule_specs import MemoryKind, is_on_host
 from shardrules._base.specs import Entries
@@ -76,10 +76,7 @@ def guess_shown(paths: tuple[str, ...]) -> list[str]:
 
 def hbm_bytes(hbm: float | str | None) -> int | None:
     """Return bytes of memory; less than a device has is told as what does not fit."""
-    if hbm is None or isinstance(hbm, str):
-        return None if hbm is None else memory_bytes("hbm", hbm)
-    check_bytes("hbm", hbm)
-    return int(hbm)
+    return None if hbm is None else byte_size("hbm", hbm)
 
 
 _MOMENTS: Final = (

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardrules._base.arguments import (
     as_tuple,
-    check_bytes,
+    byte_size,
     check_file,
     check_items,
     check_type,
@@ -326,7 +326,7 @@ class Plan(Decider):
     def check(
         self,
         *,
-        large: int = DEFAULT_LARGE,
+        large: float | str = DEFAULT_LARGE,
         replicated: Iterable[str | re.Pattern[str]] = (),
         optional_axes: Iterable[str] = (),
         data_axes: Iterable[str] = (),
@@ -377,7 +377,6 @@ class Plan(Decider):
         """
         from shardrules._plan import check
 
-        check_bytes("large", large)
         check_type("levels", levels, Mapping | None, "a dict such as {'dead': 'error'}")
         patterns = as_tuple("replicated", replicated, "patterns")
         if patterns:
@@ -394,7 +393,7 @@ class Plan(Decider):
             plan = self._on(self._mesh._replace(may_lack=frozenset(declared["optional_axes"])))
         return check.run_checks(
             plan,
-            large=large,
+            large=byte_size("large", large),
             declared=declared,
             head_dim=size,
             hbm=hbm_bytes(hbm),
@@ -494,7 +493,7 @@ class Plan(Decider):
         """
         from shardrules._plan import diff
 
-        check_type("other", other, Plan, "a Plan")
+        check_type("other", other, Plan, "a Plan; that of a lock is Plan.from_lock(path)")
         return diff.plan_diff(self, other)
 
     def transfer(self, other: Plan) -> Transfer:
@@ -525,7 +524,7 @@ class Plan(Decider):
         """
         from shardrules._plan import transfer
 
-        check_type("other", other, Plan, "a Plan")
+        check_type("other", other, Plan, "a Plan; that of a lock is Plan.from_lock(path)")
         return transfer.transfer(self, other, transfer.places_in(self.mesh, other.mesh))
 
     def explain(self, path: str) -> Explanation:

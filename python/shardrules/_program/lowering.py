@@ -156,15 +156,33 @@ def is_unplaced(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
 
 
+_OF_MESH: Final = "step, arguments, outputs = step_on(mesh), and step, *arguments, outputs=outputs"
+
+
+def check_step_on(step_on: Any) -> None:
+    """Check that it may be a function that makes the step for a mesh, and is not the step."""
+    if not callable(step_on) or hasattr(step_on, "lower"):
+        raise TypeError(
+            f"step_on is {shown(step_on)}; it must be a function of a mesh that makes the step: "
+            "def step_on(mesh), which ends with return step, (plan, batch), plan"
+        )
+
+
 def check_step(step: Any, args: tuple[Any, ...]) -> None:
     """Check that a step is a function, and that no argument is what another parameter takes."""
     if not callable(step) or isinstance(step, Compiled):
-        first = any(map(callable, args))
-        hint = "; the step comes first, and then its arguments" if first else ""
+        hint = "; the step comes first, and then its arguments" if any(map(callable, args)) else ""
+        if isinstance(step, tuple) and step and callable(step[0]):
+            hint = f": write {_OF_MESH}"
         raise TypeError(
             f"step is {shown(step)}; give the function, or what jax.jit makes of it{hint}"
         )
     for place, arg in enumerate(args):
+        if isinstance(arg, dict) and kind_of(arg) == "mesh":
+            raise TypeError(
+                f"argument {place} of the step is {shown(arg)}, a mesh: write on=...; of a "
+                f"function that takes one {_OF_MESH}"
+            )
         if isinstance(arg, Topology | Mesh):
             raise TypeError(f"argument {place} of the step is {shown(arg)}; write it as on=...")
         if kind_of(arg) == "rules":

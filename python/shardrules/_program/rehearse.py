@@ -21,7 +21,7 @@ from jax import tree_util
 from jax.sharding import AbstractMesh, Mesh
 
 from shardrules._base.arguments import check_share, check_type
-from shardrules._base.text import counted, mesh_shown, printable_lines, shown
+from shardrules._base.text import counted, mesh_shown, printable_lines
 from shardrules._place.mesh import as_mesh
 from shardrules._plan.findings import Finding, Findings
 from shardrules._plan.plan import Plan
@@ -31,12 +31,14 @@ from shardrules._program.compiler import LIMIT, Child, crash_text
 from shardrules._program.executable import Executable
 from shardrules._program.jax_names import compiler_input, kept_arguments, lowered_shardings
 from shardrules._program.libraries import StoredProgram, boxed, call_of, inner_of
-from shardrules._program.lowering import check_step, lowering_on, step_parts
+from shardrules._program.lowering import check_step, check_step_on, lowering_on, step_parts
 from shardrules._program.memory import LiveRanges
 from shardrules._program.rehearse_child import read, write
 
 _RUNS: Final = ("the arguments", "the arguments moved once", "the arguments moved twice")
 _ROUNDINGS: Final = 8
+# Threads of a process: XLA for CPU has some for each device.
+_MOST_DEVICES: Final = 512
 """How many times as much as one rounding of the arguments a sharded program may change a result."""
 _STATE: Final = 4
 """A result that is nearer to an argument than this part of its largest value is its next state."""
@@ -98,14 +100,18 @@ def rehearse(
         ...     return jax.jit(lambda params: params["w"].sum(0)), (plan,)
         >>> sr.rehearse(step_on, {"tp": 2}).raise_for("warning")
     """
-    if not callable(step_on):
-        raise TypeError(f"step_on is {shown(step_on)}; it must be a function of a mesh")
+    check_step_on(step_on)
     if rtol is not None:
         check_share("rtol", rtol, "1e-5")
     if args is not None:
         check_type("args", args, tuple, "the arguments of the step, as a tuple")
     asked = as_mesh(mesh, "mesh")
     sizes, types = dict(asked.shape), asked.axis_types
+    if asked.size > _MOST_DEVICES:
+        raise ValueError(
+            f"mesh: {mesh_shown(sizes)} are {asked.size:,} devices, and a rehearsal has at most "
+            f"{_MOST_DEVICES}: give a small mesh with the same axes"
+        )
     whole = _Lowered("whole", step_on, dict.fromkeys(sizes, 1), types)
     sharded = _Lowered("sharded", step_on, sizes, types)
     pairs = {"arguments": (whole.avals, sharded.avals), "results": (whole.results, sharded.results)}

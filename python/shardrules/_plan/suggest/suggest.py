@@ -100,7 +100,11 @@ def suggest(
         mlp/down/kernel ('tp', 'fsdp')
     """
     size = None if head_dim is None else integer("head_dim", head_dim, least=1)
-    moments = None if optimizer is None else as_tuple("optimizer", optimizer, "dtypes")
+    moments = (
+        None
+        if optimizer is None
+        else as_tuple("optimizer", optimizer, "dtypes such as ('float32', 'float32')")
+    )
     if axes is not None and devices is None:
         raise ValueError("axes are for devices, of which a mesh is chosen: give devices as well")
     is_free = dialect is None and not isinstance(model, Plan)

@@ -86,6 +86,8 @@ class Topology:
         if kind not in _LAYOUTS:
             near = _NICKNAMES.get(kind) or near_names(kind, _LAYOUTS, least=0.6)
             meant = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+            if kind in ("cpu", "cpus") or kind.isdecimal():
+                meant = "XLA for CPU takes sizes, as {'fsdp': 4, 'tp': 2}, or a number; "
             raise ValueError(
                 f"the name {self.name!r}: there is no topology of {kind!r}; {meant}there are "
                 f"those of {', '.join(_LAYOUTS)}: give {_FORM}"

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 from jax import tree_util
 from jax.stages import Compiled
 
-from shardrules._base.arguments import check_bytes, check_type, memory_bytes
+from shardrules._base.arguments import byte_size, check_type, memory_bytes
 from shardrules._base.text import answer, bytes_shown, mesh_shown
 from shardrules._place.mesh import AnyMesh, has_devices
 from shardrules._plan.answers import Table
@@ -134,7 +134,7 @@ def prove(
     inputs: Sequence[Any] | None = None,
     outputs: Any = None,
     hbm: float | str | None = None,
-    large: int = DEFAULT_LARGE,
+    large: float | str = DEFAULT_LARGE,
     budget: Mapping[str, int | str] | None = None,
     time: bool = False,
 ) -> Proof:
@@ -219,12 +219,11 @@ class AskedProof:
         inputs: Sequence[Any] | None = None,
         outputs: Any = None,
         hbm: float | str | None = None,
-        large: int = DEFAULT_LARGE,
+        large: float | str = DEFAULT_LARGE,
         budget: Mapping[str, int | str] | None = None,
         needs_code: bool = False,
     ) -> None:
         check_step(step, args)
-        check_bytes("large", large)
         self._room: Any = None if hbm is None else memory_bytes("hbm", hbm)
         self._args, self._needs_code = args, needs_code
         if inputs is None:
@@ -233,7 +232,7 @@ class AskedProof:
         self._mesh: Any = mesh_of(args) if mesh is None else mesh
         limits_of({} if budget is None else budget, self._mesh)
         self._planned = (inputs, outputs) if mesh is None else _planned_on(mesh, (inputs, outputs))
-        self._large, self._budget = large, budget
+        self._large, self._budget = byte_size("large", large), budget
         self._lowering = lowering_on(mesh, step, args)
         self._begin = perf_counter()
         self._compiler = asked_compiler(self._lowering.lowered, self._mesh)

@@ -27,7 +27,7 @@ from shardrules._place.mesh import AnyMesh, as_mesh
 from shardrules._plan.answers import Answer, Column, Table
 from shardrules._plan.sweep import factorizations
 from shardrules._program.compiler import is_of_cpus, results_in_order
-from shardrules._program.lowering import step_parts
+from shardrules._program.lowering import check_step_on, step_parts
 from shardrules._program.memory import Buffer, OutOfMemory
 from shardrules._program.step_seconds import Roofline
 from shardrules._program.topologies.topology import Topology, topology_of, topology_shown
@@ -190,8 +190,7 @@ def swept(
     show: Callable[[str], None],
 ) -> StepSweep:
     """See `sweep`; `show` is told how far it is."""
-    if not callable(step_on):
-        raise TypeError(f"step_on is {shown(step_on)}; it must be a function of a mesh")
+    check_step_on(step_on)
     values = _checked_choices(step_on, choices)
     room = None if hbm is None else memory_bytes("hbm", hbm)
     meshes = _meshes(on, axes)

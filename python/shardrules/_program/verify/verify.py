@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from shardrules._base.arguments import check_bytes, check_real, check_type, memory_bytes
+from shardrules._base.arguments import byte_size, check_type, memory_bytes
 from shardrules._base.mistakes import in_order
-from shardrules._base.text import brief, byte_count, bytes_shown, counted, nearest
+from shardrules._base.text import brief, bytes_shown, counted, nearest
 from shardrules._place.mesh import AnyMesh
 from shardrules._plan.findings import Finding, Findings
 from shardrules._plan.kinds import DEFAULT_LARGE
@@ -47,7 +46,7 @@ def verify(
     outputs: Any = None,
     *,
     hbm: float | str | None = None,
-    large: int = DEFAULT_LARGE,
+    large: float | str = DEFAULT_LARGE,
     budget: Mapping[str, int | str] | None = None,
 ) -> Findings:
     """Find where a compiled function differs from the plan, and what that costs.
@@ -135,7 +134,7 @@ def findings_and_program(
     outputs: Any,
     *,
     hbm: float | str | None,
-    large: int,
+    large: float | str,
     budget: Mapping[str, int | str] | None,
     log: str = "",
     unplaced: Sequence[Sequence[bool]] = (),
@@ -147,7 +146,7 @@ def findings_and_program(
     """
     if hbm is not None:
         hbm = memory_bytes("hbm", hbm)
-    check_bytes("large", large)
+    large = byte_size("large", large)
     executable = Executable(call_of(compiled, inputs))
     limits = limits_of({} if budget is None else budget, executable.mesh)
     library = executable.call.library
@@ -276,7 +275,7 @@ def limits_of(budget: Any, mesh: AnyMesh | None) -> list[Limit]:
 def _limit(key: Any, value: Any, axes: Sequence[str]) -> Limit:
     check_type("a key of budget", key, str, "a mesh axis, a kind of collective, total or peak")
     name = f"budget[{brief(key)}]"
-    key, size = key.strip(), _checked_bytes(name, value)
+    key, size = key.strip(), byte_size(name, value)
     if key in _WORDS:
         return Limit(key, frozenset(), KINDS, size)
     words = re.split(r"[,\s]+", key)
@@ -291,17 +290,6 @@ def _limit(key: Any, value: Any, axes: Sequence[str]) -> Limit:
             )
     kinds = tuple(word for word in words if word in KINDS)
     return Limit(key, frozenset(words) - {*KINDS}, kinds or KINDS, size)
-
-
-def _checked_bytes(name: str, value: Any) -> int:
-    try:
-        size = byte_count(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-    check_real(name, size)
-    if isinstance(size, bool) or not 0 <= size < math.inf:
-        raise ValueError(f"{name} is {value}; it must be bytes, such as '25 GB'")
-    return int(size)
 
 
 def over_budget(program: Program, limits: Sequence[Limit]) -> Iterator[Finding]:
