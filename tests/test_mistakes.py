@@ -347,7 +347,7 @@ OF_PROOFS = {
     "step_on as step": (lambda: sr.prove(step_on, SIZES), "argument 0", "a mesh: write on=", "step, arguments, outputs = step_on(mesh)"),
     "what step_on returns as step": (lambda: sr.prove(step_on(SIZES), on=SIZES), "(a tuple)", "write step, arguments, outputs = step_on(mesh), and step, *arguments, outputs=outputs"),
     "rules for outputs": (lambda: sr.prove(JITTED, PLAN, X, on=SIZES, outputs=RULES), "outputs is [('wq/kernel'", "shardrules.plan(tree, rules, mesh)"),
-    "a plan of another tree for outputs": (lambda: sr.prove(JITTED, PLAN, X, on=SIZES, outputs=OTHER), "no leaf embed", "plan the tree that the function returns"),
+    "a plan of another tree for outputs": (lambda: sr.prove(JITTED, PLAN, X, on=SIZES, outputs=OTHER), "lacks the leaf embed", "plan the tree that the function returns"),
     "one plan for inputs": (lambda: sr.prove(JITTED, PLAN.abstract(), X, on=SIZES, inputs=PLAN), "inputs is one Plan", "write (plan, None), an entry for each"),
     "an input too many to prove": (lambda: sr.prove(JITTED, PLAN.abstract(), X, on=SIZES, inputs=(PLAN, None, None)), "3 entries", "2 positional"),
     "a budget of one text": (lambda: sr.prove(JITTED, PLAN, X, on=SIZES, budget="90GB"), "'90GB'", "{'fsdp': '25 GB', 'peak': '90 GB'}"),
@@ -389,8 +389,9 @@ OF_REHEARSALS = {
 }  # fmt: skip
 OF_AUDITS = {
     "values as text": (lambda: sr.audit(*sharded(), values="yes"), "values is 'yes'", "True or False"),
-    "shapes to audit": (lambda: sr.audit(TREE, PLAN).raise_for(), "abstract and without sharding", "audit the arrays themselves"),
-    "host arrays to audit": (lambda: sr.audit(ARRAYS, PLAN).raise_for("warning"), "on no device", "shardrules.shard(tree, plan.on_mesh(mesh).shardings())"),
+    "shapes to audit": (lambda: sr.audit(TREE, PLAN.on_mesh(MESH)).raise_for(), "abstract and without sharding", "audit the arrays themselves"),
+    "host arrays to audit": (lambda: sr.audit(ARRAYS, PLAN.on_mesh(MESH)).raise_for("warning"), "on no device", "shardrules.shard(tree, plan.shardings())"),
+    "a plan for sizes to audit by": (lambda: sr.audit(ARRAYS, PLAN), "no devices to compare with", "plan.on_mesh(mesh)"),
     "another tree to audit": (lambda: sr.audit({"v": sharded()[0]["w"]}, sharded()[1]).raise_for(), "the tree lacks 1 array", "audit the tree that was planned"),
     "specs to audit by": (lambda: sr.audit(sharded()[0], {"w": P("fsdp")}), "(a dict)", "as shardrules.plan makes one"),
 }  # fmt: skip
