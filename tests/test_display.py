@@ -261,15 +261,14 @@ WITH_IDENTITY = {"Plan", "Explanation", "PlanDiff", "Transfer", "Suggestion", "D
                  "TransferRow", "Kind", "Program", "Proof", "Step"}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MADE)
+# They have a jaxpr, which JAX neither copies nor pickles.
+WITH_JAXPR = {"Step", "Solution"}
+
+
+@pytest.mark.parametrize("name", sorted({*MADE} - WITH_JAXPR))
 def test_everything_is_copied_and_pickled(name):
     value = MADE[name]()
-    copies = [copy.copy(value), copy.deepcopy(value)]
-    if name in {"Step", "Solution"}:
-        with pytest.raises(TypeError, match="JAX cannot pickle: trace the step again"):
-            pickle.dumps(value)
-    else:
-        copies.append(pickle.loads(pickle.dumps(value)))
+    copies = [copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))]
     for again in copies:
         assert type(again) is type(value)
         assert (repr(again), str(again)) == (repr(value), str(value))

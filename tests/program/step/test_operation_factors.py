@@ -161,18 +161,16 @@ def test_rows_of_grouped_convolutions_are_gathered():
     assert "all-gather" in collectives("convolution of groups", rule, rows)
 
 
-# XLA counts the arithmetic of indices as well, and what it makes of these is no single operation.
-OTHERWISE_COUNTED = {"ragged dot", "gather rows", "scatter rows", "update", "top_k", "sort"}
-OTHERWISE_COUNTED |= {"argmax", "cumsum"}
+PRODUCTS = [name for name in CASES if "dot" in name or "conv" in name or "patches" in name]
 
 
-@pytest.mark.parametrize("name", sorted(set(CASES) - OTHERWISE_COUNTED))
-def test_operations_are_counted_as_by_xla(name):
+@pytest.mark.parametrize("name", sorted({*PRODUCTS} - {"ragged dot"}))
+def test_products_are_counted_as_by_xla(name):
     function, *args = CASES[name]
     counted = rule_of(equation(name)).flops
     cost = jax.jit(function).lower(*args).cost_analysis()
     flops = (cost[0] if isinstance(cost, list) else cost or {}).get("flops", 0.0)
-    assert counted == pytest.approx(flops, rel=0.01, abs=1)
+    assert counted == pytest.approx(flops, rel=0.01) != 0
 
 
 def test_gradients_of_experts_multiply_each_row_once():

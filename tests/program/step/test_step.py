@@ -192,7 +192,7 @@ def switched(w, x, i):
 
 
 def by_platform(x):
-    return lax.platform_dependent(x, mosaic=lambda x: x @ x, default=lambda x: x + 1)
+    return lax.platform_dependent(x, mosaic=lambda x: x @ x @ x, default=lambda x: x @ x)
 
 
 def by_device(a, b):
@@ -211,30 +211,25 @@ def with_a_line_of_debugging(x):
 
 
 @pytest.mark.parametrize(
-    ("step", "args", "flops", "operation", "times"),
+    ("step", "args", "flops"),
     [
-        (looped, [shape(5, 16, 16), shape(8, 16)], 5 * 2 * 8 * 16 * 16, "dot_general", 5),
+        (looped, [shape(5, 16, 16), shape(8, 16)], 5 * 2 * 8 * 16 * 16),
         # Of branches that which computes most, or that of any platform.
-        (switched, [shape(64, 64), shape(8, 64), shape(dtype="int32")], 2 * 2 * 8 * 64 * 64,
-         "dot_general", 2),
-        (by_platform, [shape(64, 64)], 64 * 64, "add", 1),
-        (batched, [shape(16, 16), shape(8, 16)], 2 * 8 * 16 * 16, "dot_general", 1),
-        (by_device, [shape(32, 16), shape(16, 16)], 2 * 32 * 16 * 16, "dot_general", 8),
-        (with_a_line_of_debugging, [shape(64, 64)], 64 * 64, "mul", 1),
+        (switched, [shape(64, 64), shape(8, 64), shape(dtype="int32")], 2 * 2 * 8 * 64 * 64),
+        (by_platform, [shape(64, 64)], 2 * 64**3),
+        (batched, [shape(16, 16), shape(8, 16)], 2 * 8 * 16 * 16),
+        (by_device, [shape(32, 16), shape(16, 16)], 2 * 32 * 16 * 16),
+        (with_a_line_of_debugging, [shape(64, 64)], 0),
     ],
-)  # fmt: skip
-def test_what_a_device_computes_is_counted(step, args, flops, operation, times):
+)
+def test_products_are_counted(step, args, flops):
     """In loops, branches, code by device, calls of any name; and not what nothing reads."""
     if step is by_platform and jax.__version_info__ < (0, 10):
         pytest.skip("branches of this JAX do not say of which platform they are")
     traced = sr.trace(step, *args)
     assert traced.unmodelled == ()
-    (row,) = [row for row in traced.work if row.operation == operation]
-    assert (row.flops, row.times) == (flops, times)
-    assert traced.flops - flops == sum(
-        row.flops for row in traced.work if row.operation != operation
-    )
-    assert operation != "dot_general" or "summed over" in traced.explain("inputs/0")
+    assert traced.flops == flops == sum(row.flops for row in traced.work)
+    assert flops == 0 or "summed over" in traced.explain("inputs/0")
 
 
 def test_passes_are_told_apart():
@@ -250,13 +245,6 @@ def test_passes_are_told_apart():
         products[row.part] += row.flops * (row.operation == "dot_general")
     once = 5 * 2 * 8 * 16 * 16
     assert +products == {"forward": once, "recomputed": once, "backward": 2 * once}
-
-
-def test_operations_of_a_whole_step_are_counted_as_by_xla():
-    params, tokens = decoder_params(layers=1), shape(8, 17, dtype="int32")
-    cost = jax.jit(train).lower(params, tokens).cost_analysis()
-    flops = (cost[0] if isinstance(cost, list) else cost)["flops"]
-    assert sr.trace(train, params, tokens).flops == pytest.approx(flops, rel=0.01)
 
 
 def test_what_is_not_modelled_is_named():

@@ -36,19 +36,6 @@ def plain():
     return adam_step(loss), (params, jax.eval_shape(ADAM.init, params), X)
 
 
-def linen():
-    nn = pytest.importorskip("flax.linen", reason="flax is not installed")
-    model = nn.Sequential(
-        [nn.Dense(HIDDEN, use_bias=False), nn.relu, nn.Dense(WIDTH, use_bias=False)]
-    )
-    params = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.ones(X.shape)))
-
-    def loss(params, x):
-        return mean_square(lambda x: model.apply(params, x), x)
-
-    return adam_step(loss), (params, jax.eval_shape(ADAM.init, params), X)
-
-
 def nnx():
     nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
     if not hasattr(nnx, "Pytree"):
@@ -93,7 +80,7 @@ def equinox():
     return train, (model, state, X)
 
 
-@pytest.mark.parametrize("make", [plain, linen, nnx, nnx_in_a_pair, equinox])
+@pytest.mark.parametrize("make", [plain, nnx_in_a_pair, equinox])
 def test_a_step_is_read_alike_whoever_has_written_it(make):
     step, args = make()
     traced = sr.trace(step, *args)

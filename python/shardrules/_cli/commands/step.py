@@ -12,16 +12,9 @@ from shardrules._cli.command import command, option
 @options.of_step_rules
 @option("--array", metavar="PATH",
     help="Say of this argument alone what the step does with its dimensions.")  # fmt: skip
-@options.formats("text", "json")
-def step(
-    *, function: str, mesh: options.Sizes, rules: tuple[str, ...], array: str | None, format: str
-) -> None:
+def step(*, function: str, mesh: options.Sizes, rules: tuple[str, ...], array: str | None) -> None:
     """Show what a step does before it is compiled: dimensions, their roles, and FLOPs by line."""
-    from shardrules._base.text import printable_json
     from shardrules._cli.planning import trace_on
 
     traced = trace_on(function, mesh, rules)
-    if array:
-        print(traced.explain(array))
-    else:
-        print(printable_json(traced.to_json()) if format == "json" else traced)
+    print(traced.explain(array) if array else traced)

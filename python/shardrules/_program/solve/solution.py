@@ -94,9 +94,6 @@ class Solution:
     _spread: Spread
     """Cuts of all arrays of the step, and what is sent."""
 
-    def __deepcopy__(self, memo: object) -> Solution:
-        return self
-
     @property
     def compiled(self) -> StepCost | None:
         """What a step costs as the compiler has it; None if it was not asked."""

@@ -26,7 +26,6 @@ from shardrules._program.work import kernel_flops
 
 Site = tuple[int, ...]
 """Places of equations, the outermost first; after that of a loop or branch the body's number."""
-_MOST_DEPTH: Final = 200
 
 
 class _Result:
@@ -94,7 +93,7 @@ class TracedOperation:
 
     @property
     def flops(self) -> int:
-        """Operations of one run; of a kernel those that it estimates, 0 if they are not known."""
+        """Operations of one run, of products; of a kernel those that it estimates, or 0."""
         if self.rule is not None:
             return self.rule.flops
         return kernel_flops(self.eqn) if self.name == "pallas_call" else 0
@@ -157,8 +156,6 @@ class Equations:
     def _body(self, closed: Any, inputs: Sequence[int | None], around: Site) -> Body:
         """Read a jaxpr, or one with its constants, whose inputs are these arrays."""
         jaxpr = open_jaxpr(closed)
-        if len(around) > _MOST_DEPTH:
-            raise RecursionError(f"the jaxpr has more than {_MOST_DEPTH} levels of calls and loops")
         of: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
         constants = {var: self._new(var) for var in jaxpr.constvars}
         self.constants += constants.values()

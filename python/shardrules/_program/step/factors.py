@@ -24,8 +24,6 @@ Shape = tuple[int, ...]
 Counted = Mapping[int, int]
 """By column of indices that counts along a dimension, that dimension."""
 _NONE: Final[Counted] = MappingProxyType({})
-_OF_BUTTERFLY: Final = 8
-"""Operations of a Fourier transform for each element and pass, as XLA counts them."""
 
 
 class Rule(NamedTuple):
@@ -44,7 +42,7 @@ class Rule(NamedTuple):
     parts: tuple[tuple[int, int], ...] = ()
     """Pairs of factors of which one is a part of the other: of slices, pads, concatenations."""
     flops: int = 0
-    """Operations as XLA counts them, without transcendental ones."""
+    """Floating-point operations of products."""
     looked_up: frozenset[int] = frozenset()
     """Factors of which an index chooses the rows: those of a table."""
     is_identity: bool = False
@@ -133,7 +131,7 @@ def rule_of(eqn: Any, counted: Counted = _NONE) -> Rule | None:
     name = eqn.primitive.name
     shapes, results = ([shape_of(var) for var in vars_] for vars_ in (eqn.invars, eqn.outvars))
     if name in _ELEMENTWISE:
-        return _elementwise(tuple(shapes), tuple(results), 0 if name in _UNCOUNTED else 1)
+        return _elementwise(tuple(shapes), tuple(results))
     make = _RULES.get(name)
     return make and make(_Operation(eqn.params, shapes, results, counted))
 
@@ -144,18 +142,17 @@ def shape_of(var: Any) -> Shape:
 
 
 @lru_cache(maxsize=4096)
-def _elementwise(shapes: tuple[Shape, ...], results: tuple[Shape, ...], flops: int) -> Rule:
-    return _alike(_Operation({}, [*shapes], [*results]), results[0], flops)
+def _elementwise(shapes: tuple[Shape, ...], results: tuple[Shape, ...]) -> Rule:
+    return _alike(_Operation({}, [*shapes], [*results]), results[0])
 
 
-def _alike(op: _Operation, shape: Shape, flops: int = 0, whole: Iterable[int] = ()) -> Rule:
-    """Return the rule of arrays that have the dimensions of one shape, with so many operations.
+def _alike(op: _Operation, shape: Shape, whole: Iterable[int] = ()) -> Rule:
+    """Return the rule of arrays that have the dimensions of one shape.
 
     Scalars, and dimensions that are broadcast, have no factors.
     """
     factors = op.dimensions(shape)
     op.keep_whole(factors[dim] for dim in whole)
-    op.flops = flops * sum(map(prod, op.results))
     return op.rule(*([_of_shape(factors, s) for s in arrays] for arrays in (op.shapes, op.results)))
 
 
@@ -223,7 +220,6 @@ def _reduce(op: _Operation) -> Rule:
     factors = op.dimensions(shape)
     op.summed.update(f for dim in axes for f in factors[dim])
     rest = [f for dim, f in enumerate(factors) if dim not in axes]
-    op.flops = max(0, prod(shape) - prod(op.results[0])) * len(op.results)
     return op.rule([_of_shape(factors, s) for s in op.shapes], [rest for _ in op.results])
 
 
@@ -372,8 +368,6 @@ def _scatter(op: _Operation) -> Rule:
     kept = {f for factors in operand for f in factors}
     op.summed.update(f for factors in updates for f in factors if f not in kept)
     op.looked_up.update(f for dim in looked_up for f in operand[dim])
-    if "update_jaxpr" in op.params and len(op.results) == 1:
-        op.flops = prod(op.shapes[2])
     return op.rule([operand, indices, updates], [operand])
 
 
@@ -421,23 +415,16 @@ def _reversed(make: Callable[[_Operation], Rule], op: _Operation) -> Rule:
     return rule._replace(operands=rule.results, results=rule.operands)
 
 
-def _windows(op: _Operation) -> Rule:
-    rule = _cut(op)
-    return rule._replace(flops=prod(op.results[0]) * (prod(op.params["window_dimensions"]) - 1))
-
-
 def _scatter_of_windows(op: _Operation) -> Rule:
     """Return the rule of the gradient of a maximum over windows."""
     rule = _cut(op)
-    flops = prod((*op.shapes[0], *op.params["window_dimensions"]))
-    operands = rule.operands[0], rule.results[0], *rule.operands[2:]
-    return rule._replace(operands=operands, flops=flops)
+    return rule._replace(operands=(rule.operands[0], rule.results[0], *rule.operands[2:]))
 
 
-def _along(name: str, flops: int, op: _Operation) -> Rule:
+def _along(name: str, op: _Operation) -> Rule:
     """Return the rule of what goes along one dimension, or several, and keeps the shape."""
     dims = op.params[name]
-    return _alike(op, op.shapes[0], flops, (dims,) if isinstance(dims, int) else dims)
+    return _alike(op, op.shapes[0], (dims,) if isinstance(dims, int) else dims)
 
 
 def _last(count: int, op: _Operation) -> Rule:
@@ -453,10 +440,7 @@ def _last(count: int, op: _Operation) -> Rule:
 
 
 def _fourier(op: _Operation) -> Rule:
-    lengths = op.params["fft_lengths"]
-    passes = sum(length.bit_length() - 1 for length in lengths)
-    op.flops = _OF_BUTTERFLY * passes * prod(op.shapes[0])
-    return _last(len(lengths), op)
+    return _last(len(op.params["fft_lengths"]), op)
 
 
 def _new(op: _Operation) -> Rule:
@@ -487,15 +471,11 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_TRANSCENDENTAL: Final = _names(
+_ELEMENTWISE: Final = _names(
     """exp exp2 expm1 log log1p log2 logistic tanh sin cos tan asin acos atan atan2 sinh cosh asinh
-    acosh atanh sqrt rsqrt cbrt pow erf erfc erf_inv lgamma digamma bessel_i0e bessel_i1e"""
-)
-_UNCOUNTED: Final = _TRANSCENDENTAL | _names(
-    "copy copy_p stop_gradient name bitcast_convert_type pvary reduce_precision select_n"
-)
-_ELEMENTWISE: Final = _UNCOUNTED | _names(
-    """add add_any sub mul div rem max min neg sign abs floor ceil round is_finite not and or xor
+    acosh atanh sqrt rsqrt cbrt pow erf erfc erf_inv lgamma digamma bessel_i0e bessel_i1e
+    copy copy_p stop_gradient name bitcast_convert_type pvary reduce_precision select_n
+    add add_any sub mul div rem max min neg sign abs floor ceil round is_finite not and or xor
     eq ne lt le gt ge lt_to le_to eq_to shift_left shift_right_logical shift_right_arithmetic
     clamp convert_element_type integer_pow square one_minus_square nextafter real imag
     complex conj population_count clz threefry2x32 mulhi regularized_incomplete_beta igamma igammac
@@ -515,21 +495,21 @@ _BY_NAME: Final[dict[str, Callable[[_Operation], Rule]]] = {
     "gather": _gather,
     """scatter scatter-add scatter_add scatter-mul scatter_mul scatter-max scatter_max scatter-min
     scatter_min scatter-sub scatter_sub""": _scatter,
-    "slice dynamic_slice pad tile": _cut,
+    """slice dynamic_slice pad tile reduce_window reduce_window_sum reduce_window_max
+    reduce_window_min""": _cut,
     "dynamic_update_slice": _update,
     "concatenate": _concatenate,
     "split": partial(_reversed, _concatenate),
     "unstack": _unstack,
     "stack": partial(_reversed, _unstack),
     "select_and_scatter_add": _scatter_of_windows,
-    "rev": partial(_along, "dimensions", 0),
-    "sort": partial(_along, "dimension", 0),
-    "cumsum cumprod cummax cummin cumlogsumexp": partial(_along, "axis", 1),
+    "rev": partial(_along, "dimensions"),
+    "sort": partial(_along, "dimension"),
+    "cumsum cumprod cummax cummin cumlogsumexp": partial(_along, "axis"),
     "top_k approx_top_k": partial(_last, 1),
     "fft": _fourier,
     """cholesky triangular_solve eigh qr lu svd householder_product schur
     tridiagonal_solve""": partial(_last, 2),
-    "reduce_window reduce_window_sum reduce_window_max reduce_window_min": _windows,
     """iota rng_bit_generator rng_uniform random_bits random_seed random_wrap random_unwrap
     random_fold_in random_split random_clone axis_index empty empty2 create_token
     platform_index lu_pivots_to_permutation""": _new,

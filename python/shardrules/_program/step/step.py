@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property, partial
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Never
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._base.arguments import check_type
 from shardrules._base.io import collector_paused
@@ -75,10 +75,8 @@ class Work(NamedTuple):
     part: str
     """"forward", "backward", "recomputed" or "other"."""
     line: str
-    times: int
-    """How many there are in a step, loops multiplied."""
     flops: int
-    """As XLA counts them, without transcendental ones."""
+    """Floating-point operations of products, and of kernels those that they estimate."""
 
 
 @answer
@@ -110,15 +108,6 @@ class Step:
         with collector_paused():
             self._equations = Equations(self._closed)
         self._call = only_call(closed)
-
-    def __copy__(self) -> Step:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Step:
-        return self
-
-    def __reduce__(self) -> Never:
-        raise TypeError("a Step has a jaxpr, which JAX cannot pickle: trace the step again")
 
     @cached_property
     def _ranges(self) -> list[range]:
@@ -196,17 +185,15 @@ class Step:
     def work(self) -> tuple[Work, ...]:
         """Arithmetic by line, the most first."""
         flops: Counter[tuple[str, str, str]] = Counter()
-        times: Counter[tuple[str, str, str]] = Counter()
         for operation, trips in self._equations.operations():
             if operation.flops:
                 key = operation.name, phase_of(operation.scope), operation.line
                 flops[key] += operation.flops * trips
-                times[key] += trips
-        return tuple(Work(*key, times[key], count) for key, count in flops.most_common())
+        return tuple(Work(*key, count) for key, count in flops.most_common())
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of a step on all devices, without transcendental ones."""
+        """Floating-point operations of a step's products on all devices."""
         return self._equations.flops
 
     @property
@@ -263,16 +250,6 @@ class Step:
             for line in lines[:_ARRAYS_SHOWN]:
                 yield f"    {part}summed over at {line}"
             yield from (f"    {text}" for text in and_more(len(lines), _ARRAYS_SHOWN, "line"))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return dimensions, work and what is not modelled as `json.dumps` takes them."""
-        return {
-            "name": self.name,
-            "flops": self.flops,
-            "dimensions": [row._asdict() for row in self.dimensions],
-            "work": [row._asdict() for row in self.work],
-            "unmodelled": list(self.unmodelled),
-        }
 
     def __str__(self) -> str:
         rows = self.work
