@@ -185,7 +185,6 @@ def test_what_is_new_is_growth_and_what_is_gone_is_told(one, gathers):
     diff = gathers(0).diff(one)
     assert diff
     assert {finding.level for finding in diff} == {"info"}
-    assert {finding.mend for finding in diff} == {"program.lock(path)"}
     assert "0 B in a step, 8.19 kB before (-100 %)" in str(diff)
     assert "make the lock again" in str(diff)
 

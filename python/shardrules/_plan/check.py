@@ -24,7 +24,6 @@ from shardrules._plan.check_context import (
     finding,
     leaves_in,
     only_one,
-    renamed_axes,
     rules_listed,
 )
 from shardrules._plan.findings import (
@@ -140,7 +139,6 @@ def uncut(context: CheckContext) -> Iterator[Finding]:
             folded,
             rule=only_one(rules),
             bytes=cost,
-            mend=added_rule(plan, folded),
         )
 
 
@@ -208,8 +206,6 @@ def unused_axes(context: CheckContext) -> Iterator[Finding]:
         alone = dead if axis not in named else []
         is_told = alone and _are_for_others(context)
         is_warning = context.is_much(cost) and not is_told
-        # Where a rule should name the axis, the declaration would only hide that.
-        is_for_data = not (is_warning or dead or axis in named)
         yield finding(
             "unused-axis",
             f"the mesh axis {axis!r} cuts no leaf: {costs}",
@@ -217,7 +213,6 @@ def unused_axes(context: CheckContext) -> Iterator[Finding]:
             level="warning" if is_warning else "info",
             rule=only_one(alone),
             bytes=cost,
-            mend=f"data_axes=[{axis!r}]" * is_for_data,
         )
 
 
@@ -238,14 +233,13 @@ def _are_for_others(context: CheckContext) -> bool:
 def unmatched(context: CheckContext) -> Iterator[Finding]:
     folded = context.folded([kind.status == "unmatched" for kind in context.kinds])
     if folded:
-        leaves, mend = counted(leaves_in(folded), "leaf"), added_rule(context.plan, folded)
-        example = f", such as {mend}" if mend else ""
+        leaves, rule = counted(leaves_in(folded), "leaf"), added_rule(context.plan, folded)
+        example = f", such as {rule}" if rule else ""
         yield finding(
             "unmatched",
             f"no rule matches {leaves} of {len(context.plan.paths):,}",
             f"add rules for them{example}; or replicate them by a last rule ('.*', P())",
             folded,
-            mend=mend,
             bytes=context.device_bytes(folded),
         )
 
@@ -352,7 +346,6 @@ def corrections(context: CheckContext) -> Iterator[Finding]:
             level=None if is_much or is_unknown or is_refused else "info",
             rule=only_one(rules),
             bytes=cost,
-            mend=_mend_of_loss(context, first, rules) if is_unknown else "",
         )
 
 
@@ -386,13 +379,3 @@ def _deciding(context: CheckContext, folded: Folded, loss: Loss) -> tuple[int, .
     ]
     decided = [rule for rule in kind.dim_rules[loss.dim : loss.dim + 1] if rule is not None]
     return tuple([*lost, *decided][:1])
-
-
-def _mend_of_loss(context: CheckContext, loss: Loss, rules: list[int]) -> str:
-    """Return the rule with the axis that was meant, or the argument that declares the loss."""
-    if not loss.meant:
-        return f"optional_axes={list(loss.axes)}"
-    if not rules or context.path_rules is None:
-        return ""
-    names = dict(zip(loss.axes, loss.meant, strict=False))
-    return renamed_axes(context.plan.rules[rules[0]], names)

@@ -1,19 +1,19 @@
-"""What checks share: their register, facts of a plan that several ask for, and edits that mend."""
+"""What checks share: their register, facts of a plan that several ask for, and rules to add."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from shardrules._base.rule_specs import Fsdp, RuleSpec, rule_spec, rule_spec_shown, rule_with_axes
+from shardrules._base.rule_specs import Fsdp, rule_spec, rule_spec_shown
 from shardrules._plan.findings import CheckKind, Declared, Finding, Level, compiled_replicated
-from shardrules._plan.fold import Folded, fold, runs_of
+from shardrules._plan.fold import Folded, fold
 from shardrules._plan.kinds import Kind, axes_named, axes_used, is_replicated
 from shardrules._plan.leaves import UNMATCHED, first_rules
 from shardrules._rules.rules import Rules
@@ -282,13 +282,6 @@ class CheckContext:
         return "no rule decides" if kind.names is None else f"the names {kind.names}"
 
 
-# Edits that mend a finding, as users write them. A pattern is tried on the paths of the plan before
-# it is given.
-
-# Numbers that a pattern lists, at most; more are left open.
-_MOST_NUMBERS: Final = 16
-
-
 def added_rule(plan: Plan, wanted: Sequence[Folded]) -> str:
     """Write a rule for the first of these leaves, to stand before all others.
 
@@ -304,38 +297,13 @@ def added_rule(plan: Plan, wanted: Sequence[Folded]) -> str:
     rows = {row for part in wanted for row in part.rows.tolist()}
     firsts = [int(part.rows[0]) for part in plan.folded]
     others = [sources[row] for row in firsts if row not in rows]
-    for pattern in _patterns(wanted[0].parts):
+    texts = [re.escape(text).replace(r"\-", "-") for text in wanted[0].parts[::2]]
+    regex = r"\d+".join(texts)
+    for pattern in (regex, f"^{regex}$"):
         rule = Rules([(pattern, ())], rules.dialect)
         if rule.all_matches(path) and not any(map(rule.all_matches, others)):
             return f"({_pattern_shown(pattern)}, P(...))"
     return ""
-
-
-def _patterns(parts: Sequence[str]) -> Iterator[str]:
-    r"""Yield patterns of these paths, the loosest first: \d+ stands for their numbers."""
-    texts = [re.escape(text).replace(r"\-", "-") for text in parts[::2]]
-    regex = r"\d+".join(texts)
-    yield regex
-    yield f"^{regex}$"
-    listed = [*map(_numbers_listed, parts[1::2]), ""]
-    yield f"^{''.join(part for pair in zip(texts, listed, strict=True) for part in pair)}$"
-
-
-def _numbers_listed(numbers: str) -> str:
-    listed = [str(number) for run in runs_of(numbers.strip("{}")) for number in run]
-    return rf"({'|'.join(listed)})" if len(listed) <= _MOST_NUMBERS else r"\d+"
-
-
-def renamed_axes(rule: tuple[Any, Any], names: Mapping[str, str]) -> str:
-    """Write a rule with other names for its axes, to stand in its place.
-
-    "" if it says more than a spec, which the text would not.
-    """
-    pattern, spec = rule
-    if isinstance(spec, RuleSpec):
-        return ""
-    renamed = rule_with_axes(spec, {axis: (name,) for axis, name in names.items()})
-    return f"({pattern!r}, {rule_spec_shown(renamed)})"
 
 
 def _pattern_shown(regex: str) -> str:

@@ -105,7 +105,6 @@ def cut_ranks(context: CheckContext) -> Iterator[Finding]:
             "give companions=shardrules.LORA, by which factors follow their kernels and no rank is "
             "cut; or let the pattern not match them",
             folded,
-            mend="companions=shardrules.LORA",
             rule=rule,
         )
 
@@ -182,19 +181,18 @@ def catch_alls(context: CheckContext) -> Iterator[Finding]:
             part for part in folded if context.is_whole(kinds[part.group])
         )
         cost, dead = context.device_bytes(folded), rules_listed(context.dead)
-        mend = added_rule(plan, folded)
+        example = added_rule(plan, folded)
         yield finding(
             "catch-all",
             f"{counted(leaves, 'leaf')} of {len(plan.paths):,} ({bytes_shown(total)} of "
             f"{bytes_shown(plan.total_bytes)}) {'matches' if leaves == 1 else 'match'} no rule "
             f"but the catch-all, {context.rule(rule)}: {at_stake(cost)}",
             "add rules for them"
-            + (f", such as {mend}" if mend else "")
+            + (f", such as {example}" if example else "")
             + (f" (perhaps meant for them, but matching nothing: {dead})" if dead else "")
             + "; or declare them replicated",
             folded,
             level=context.level(silent, "error"),
-            mend=mend,
             rule=rule,
             bytes=cost,
         )
@@ -241,7 +239,6 @@ def replicated(context: CheckContext) -> Iterator[Finding]:
             level="info" if exempt else "warning",
             rule=rule,
             bytes=cost,
-            mend=added_rule(context.plan, reported),
         )
 
 

@@ -124,7 +124,6 @@ def unknown_names(context: CheckContext) -> Iterator[Finding]:
             f"correct the name, or add a rule ({name!r}, None) if nothing is to cut it",
             folded,
             level="error" if absent else "warning" if meant and level == "info" else level,
-            mend=f"({name!r}, {axes_of[meant]!r})" if meant else "",
             bytes=whole,
         )
 

@@ -132,10 +132,6 @@ class Finding(NamedTuple):
     """Index of the rule that is the reason; None if none is, or several are."""
     bytes: int = 0
     """Bytes at stake on the fullest device; 0 if it is not about bytes."""
-    mend: str = ""
-    """An edit that mends this, as one writes it, or else "": a rule to add before all others, in
-    which P(...) stands for the spec to choose; one that replaces `rule`, with an axis renamed; an
-    argument that declares something."""
 
     def __str__(self) -> str:
         label, message, *lines = finding_lines(self)

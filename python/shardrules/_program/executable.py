@@ -130,14 +130,11 @@ class Side:
         leaves: Sequence[int],
         *,
         bytes: int = 0,
-        mend: str = "",
     ) -> Finding:
         """Make a finding about leaves, with their paths folded."""
         patterns = tuple(fold_paths([self.paths[leaf] for leaf in leaves]))
         count = len(leaves)
-        return Finding(
-            level, kind, message, fix, paths=patterns, leaves=count, bytes=bytes, mend=mend
-        )
+        return Finding(level, kind, message, fix, paths=patterns, leaves=count, bytes=bytes)
 
 
 class Executable:

@@ -27,7 +27,6 @@ _PER_ITERATION: Final = " per iteration"
 """Behind the kind of collectives in a loop of unknown trip count, which counts once."""
 _FORMAT: Final = "shardrules program lock 1"
 _FIX: Final = "make the lock again: Program.lock, or shardrules prove --update-lock"
-_ANEW: Final = "program.lock(path)"
 _GROWN: Final = "look at what has changed there; or, if it is meant, make the lock again"
 _NAMED: Final = 3
 
@@ -156,7 +155,7 @@ def _changes(
     if list(now.mesh.items()) != list(before.mesh.items()):
         meshes = f"{mesh_shown(before.mesh)} -> {mesh_shown(now.mesh)}"
         message = f"{name} is of another mesh, {meshes}: nothing else is compared"
-        yield budget_finding("error", message, 0, _FIX, _ANEW)
+        yield budget_finding("error", message, 0, _FIX)
         return
     for key in sorted(now.sent.keys() | before.sent.keys()):
         new, old = now.sent.get(key, 0), before.sent.get(key, 0)
@@ -168,14 +167,14 @@ def _changes(
             f"the peak is counted by {now.peak_by}, and in {name} by {before.peak_by}: these are "
             "not compared"
         )
-        yield budget_finding("warning", message, 0, _FIX, _ANEW)
+        yield budget_finding("warning", message, 0, _FIX)
     elif now.peak is not None and before.peak is not None:
         what = f"peak: each device needs {bytes_shown(now.peak)}"
         yield from _change(what, now.peak, before.peak, tolerance, "")
     elif now.peak != before.peak:
         where = "now, as this backend does not tell it" if now.peak is None else f"in {name}"
         message = f"the peak is not known {where}: it is not compared"
-        yield budget_finding("warning", message, 0, _FIX, _ANEW)
+        yield budget_finding("warning", message, 0, _FIX)
 
 
 def _change(what: str, new: int, old: int, tolerance: float, rows: str) -> Iterator[Finding]:
@@ -186,7 +185,7 @@ def _change(what: str, new: int, old: int, tolerance: float, rows: str) -> Itera
     if new > old:
         yield budget_finding("error", message, new - old, _GROWN)
     else:
-        yield budget_finding("info", message, 0, f"to keep it so, {_FIX}", _ANEW)
+        yield budget_finding("info", message, 0, f"to keep it so, {_FIX}")
 
 
 def _key_label(key: Key) -> str:
@@ -194,9 +193,9 @@ def _key_label(key: Key) -> str:
     return f"{kind} over {','.join(axes) or 'an unknown axis'}"
 
 
-def budget_finding(level: Level, message: str, size: int, fix: str, mend: str = "") -> Finding:
+def budget_finding(level: Level, message: str, size: int, fix: str) -> Finding:
     """Make a finding about the bytes of a program."""
-    return Finding(level, "budget", message, fix, bytes=size, mend=mend)
+    return Finding(level, "budget", message, fix, bytes=size)
 
 
 def largest(rows: Sequence[Collective]) -> str:
