@@ -482,7 +482,7 @@ def pages(tmp_path_factory, deepseek):
     """The pages of a plan with all that stands beside one, and of a solution."""
     folder = tmp_path_factory.mktemp("pages")
     sweep, suggestion = deepseek.sweep(hbm=16 * 10**9), sr.suggest(deepseek)
-    seconds = sr.types.ProgramTime(0.1, 0.1, (), (), 0.0, ())
+    seconds = sr.types.ProgramTime(0.1, 0.1, (), 0.0, ())
     deepseek.to_html(folder / "plan.html", sections=[sweep, suggestion, seconds], hbm=16 * 10**9)
     tree = {
         "up": jax.ShapeDtypeStruct((4, 512, 2048), "float32"),

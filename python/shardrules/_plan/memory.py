@@ -48,14 +48,14 @@ class DeviceBytes(NamedTuple):
         return self.params + self.gradients + self.optimizer
 
     def __str__(self) -> str:
-        on_device = {name: size for name, size in self._parts().items() if name != "host"}
+        on_device = {name: size for name, size in self._by_part().items() if name != "host"}
         parts = (f"{name} {bytes_shown(size)}" for name, size in on_device.items() if size)
         host = f"; {bytes_shown(self.host)} in the host's memory" if self.host else ""
         held = f"{bytes_shown(self.max)} on the fullest device: "
         lines = [f"{held}{', '.join(parts) or 'nothing'}{host}", *guess_shown(self.guessed)]
         return printable_lines(lines)
 
-    def _parts(self) -> dict[str, int]:
+    def _by_part(self) -> dict[str, int]:
         return {
             "params": self.params,
             "gradients": self.gradients,

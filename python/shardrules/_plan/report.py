@@ -136,7 +136,7 @@ def plan_json(plan: Plan, memory: DeviceBytes, hbm: int | None) -> str:
         "mesh": plan.axis_sizes,
         "leaves": len(plan.paths),
         "bytes": plan.total_bytes,
-        "device_bytes": {"total": memory.max, **memory._parts()},
+        "device_bytes": {"total": memory.max, **memory._by_part()},
         "fingerprint": plan_fingerprint(plan),
         "folded": leaves,
     }
