@@ -556,12 +556,6 @@ def test_a_box_that_two_places_need_is_read_once(tmp_path, rng, counted):
     assert sum(counted) == array.nbytes
 
 
-def test_the_url_of_a_file_is_its_path(tmp_path):
-    folder = tmp_path / "a b"
-    sr.save({"w": np.arange(8.0, dtype="float32")}, folder)
-    for url in (folder.as_uri(), f"file:{folder.as_uri()[7:]}"):  # a Path leaves one slash
-        assert bits(sr.load(url, P("tp"), mesh_of())["w"]) == bits(np.arange(8.0, dtype="float32"))
-    with pytest.raises(sr.FileError, match=r"there is no such file .*check the URL"):
-        sr.load(f"{folder.as_uri()}/none", P("tp"), mesh_of())
-    with pytest.raises(sr.FileError, match=r"no absolute path; write file:///data/x$"):
-        sr.load("file://data/x", P("tp"), mesh_of())
+def test_a_file_url_is_a_path(tmp_path):
+    with pytest.raises(sr.FileError, match="write the path of the file, without file://"):
+        sr.load((tmp_path / "x").as_uri(), P("tp"), mesh_of())

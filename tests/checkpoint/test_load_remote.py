@@ -134,7 +134,6 @@ def test_a_protocol_that_is_unknown():
 
 def test_an_absolute_path_keeps_its_slash(arrays, tmp_path):
     check(sr.load(f"local://{tmp_path}/model.safetensors", P(), mesh_of()), arrays)
-    check(sr.load(f"file://{tmp_path}/model.safetensors", P(), mesh_of()), arrays)
     assert list(sr.read_model(f"local://{tmp_path}/model.safetensors")) == list(arrays)
 
 

@@ -48,10 +48,7 @@ MODELS = [
     (rows(["x", [2**62, 2], "F32"]), r"array 'x': .* more than 2\*\*63 - 1 elements"),
     (rows(["x", [0, 2**40, 2**40], "F32"]), r"more than 2\*\*63 - 1 elements"),
     (rows(["x", [4], "F8_E4M4"]), "array 'x': unknown dtype 'F8_E4M4'; known ones are F8_"),
-    ({"params": {"x": [1]}}, "array 'x' needs an object with shape and dtype"),
-    ({"params": {"x": {"dtype": "F32"}}}, "array 'x' has no shape; write it"),
-    ({"params": {"x": {"shape": []}}}, "array 'x' has no dtype; write it"),
-    ({"params": {"x": {"shape": [8], "dtpe": "F32"}}}, "no dtype; write it; near it: dtpe"),
+    ({"params": {"x": {"shape": [8], "dtype": "F32"}}}, r"key 'params': it is"),
     (named([]), "key logical_axes: it is"),
     (named({"x": []}), "logical_axes: there is no array 'x'"),
     (named({"step": "norm"}), "'step' has 'norm'"),
@@ -139,23 +136,22 @@ TOML = [
     ("[[rules]]\npattern = 'a'", r"rule 0: spec is missing; .*spec = \[\] rep"),
 ]
 
-NO_VALUE = r"this is not YAML \(the value is not of its type\); correct it there"
+NO_VALUE = "a value of this YAML is not of its type: "
 YAML = [
     ("a: 3", "key 'logical_axis_rules': there is no list of rules"),
-    ("- 3", "there is no list of rules"),
     ("[" * 5000, "nested too deeply"),
     ("a: !!python/object/apply:os.getcwd []", r"not YAML \(could not determine"),
     ("logical_axis_rules: []\nlogical_axis_rules: []", "'logical_axis_rules' is there twice"),
-    ("logical_axis_rules: &a [*a]", "rule 0: it is"),
-    ("b: 1\na: 2020-13-45", r"line 2, column 4: this is not YAML \(month"),
-    ('x: !!int ""', f"column 4: {NO_VALUE}"),
+    ("a: &a 3\nb: *a", r"line 2, column 4: this is not YAML \(an alias: write out"),
+    ("x: &x {a: 1}\ny: {<<: *x}", r"line 2, column 9: this is not YAML \(an alias"),
+    ("logical_axis_rules: &a [*a]", "an alias"),
+    ("b: 1\na: 2020-13-45", f"{NO_VALUE}month"),
+    ('x: !!int ""', NO_VALUE),
     ('x: !!timestamp "abc"', NO_VALUE),
     (f"x: 1:{'59:' * 300}1.5", NO_VALUE),
-    ('y: 1\nx: !!bool "abc"', f"line 2, column 4: {NO_VALUE}"),
+    ('y: 1\nx: !!bool "abc"', NO_VALUE),
     ('x: "\\UFFFFFFFF"', NO_VALUE),
     ("x: !!map [a]", "expected a mapping node, but found sequence"),
-    ("x: !!set [a]", "expected a mapping node, but found sequence"),
-    ("a: &a 3\nx: {<<: *a}", r"line 1, column 4: this is not YAML \(expected a mapping"),
     ("? [a]\n: 3", "not YAML"),
     ("\x00", "not YAML"),
 ]

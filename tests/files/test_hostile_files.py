@@ -9,13 +9,11 @@ import gzip
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
-import jax.numpy as jnp
 import pytest
 
 import shardrules as sr
@@ -383,103 +381,3 @@ def test_a_loop_of_links(tmp_path):
     (tmp_path / "x.json").symlink_to("x.json")
     for read in (read_arrays, read_rule_source):
         assert "Too many levels of symbolic links" in message(read, tmp_path / "x.json")
-
-
-# Checkpoints of orbax
-
-
-@pytest.fixture
-def checkpoint(tmp_path):
-    """checkpoint(way): one of the arrays a/kernel and b, in a way that orbax has."""
-    orbax = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
-    ways = {
-        "ocdbt": {},
-        "zarr": {"use_ocdbt": False},
-        "zarr3": {"use_ocdbt": False, "use_zarr3": True},
-    }
-
-    def save(way):
-        tree = {"a": {"kernel": jnp.ones((2, 3))}, "b": jnp.ones(4)}
-        with orbax.PyTreeCheckpointer(**ways[way]) as checkpointer:
-            checkpointer.save(tmp_path / "here", tree)
-        return tmp_path / "here"
-
-    return save
-
-
-def message_below(directory):
-    """As `message`; and the error is ours, not orbax's."""
-    said = message(read_arrays, directory)
-    assert "orbax cannot read" not in said
-    return said
-
-
-@pytest.mark.parametrize(
-    "keys", [["../outside"], ["a/../../outside"], [None], ["", "", "/outside"]]
-)
-def test_names_of_a_checkpoint_do_not_lead_out(checkpoint, tmp_path, keys):
-    here = checkpoint("zarr")
-    outside = shutil.copytree(here / "b", tmp_path / "outside")
-    content = json.loads((here / "_METADATA").read_text())
-    entry = content["tree_metadata"].pop("('b',)")
-    entry["key_metadata"] = [
-        {"key": str(outside) if key is None else key, "key_type": 2} for key in keys
-    ]
-    content["tree_metadata"]["x"] = entry
-    (here / "_METADATA").write_text(json.dumps(content))
-    assert "leads out of the checkpoint; rename it" in message_below(here)
-
-
-@pytest.mark.parametrize("part", ["b", "b/.zarray", "_METADATA", "_sharding"])
-def test_links_of_a_checkpoint_do_not_lead_out(checkpoint, tmp_path, part):
-    here = checkpoint("zarr")
-    (here / part).rename(tmp_path / "outside")
-    (here / part).symlink_to(tmp_path / "outside")
-    assert "is a link that leads out of the checkpoint; give" in message_below(here)
-    (here / part).unlink()
-    (tmp_path / "outside").rename(here / "inside")
-    (here / part).symlink_to(here / "inside")
-    assert set(read_arrays(str(here)).leaves) == {"a/kernel", "b"}
-
-
-def test_links_to_a_checkpoint_are_the_user_s_own_and_its_steps_are_not(checkpoint, tmp_path):
-    here, run = checkpoint("zarr"), tmp_path / "run"
-    run.mkdir()
-    (run / "12").symlink_to(here)
-    assert "12 is a link that leads out of the checkpoint" in message_below(run)
-    (tmp_path / "name").symlink_to(here)
-    assert set(read_arrays(str(tmp_path / "name")).leaves) == {"a/kernel", "b"}
-    (here / "loop").symlink_to(here / "loop")
-    assert "loop is not a regular file" in message_below(here)
-    (here / "loop").unlink()
-    (here / "_METADATA").rename(here / "metadata")
-    (here / "_METADATA").symlink_to("_METADATA")
-    assert "the directory has no arrays that can be read" in message_below(here)
-
-
-@pytest.mark.parametrize(
-    ("way", "part"),
-    [
-        ("zarr", "b/.zarray"),
-        ("zarr", "_sharding"),
-        ("zarr3", "b/zarr.json"),
-        ("ocdbt", "manifest.ocdbt"),
-    ],
-)
-def test_files_of_a_checkpoint_are_regular_and_not_too_large(checkpoint, at_once, way, part):
-    here = checkpoint(way)
-    for make, expected in (
-        (os.mkfifo, f"{part} is not a regular file"),
-        (lambda path: path.symlink_to("/dev/zero"), "leads out of the checkpoint"),
-        (sparse(3 << 30), "of 3.22 GB takes more than 537 MB of memory"),
-    ):
-        (here / part).unlink()
-        make(here / part)
-        assert expected in at_once(read_arrays, here)
-
-
-def test_metadata_of_a_checkpoint_are_bounded(checkpoint):
-    here = checkpoint("zarr")
-    with gzip.open(here / "_METADATA", "wb") as file:
-        file.write(b'{"tree_metadata":[' + b"[]," * 10_000_000 + b"1]}")
-    assert LARGE in message_below(here)

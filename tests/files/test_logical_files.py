@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,37 +99,12 @@ class TestRules:
         done = run("plan", model, "-r", file, "-m", "tp=2")
         assert "note: these rules are not read: vae_logical_axis_rules of" in done.stderr
 
-    def test_merge_keys_that_stand_for_much_cost_nothing(self, tmp_path):
-        lines = ["m0: &m0 {a: 1, b: 2}"]
-        lines += [f"m{i}: &m{i} {{<<: [{', '.join([f'*m{i - 1}'] * 9)}]}}" for i in range(1, 30)]
+    @pytest.mark.parametrize(("first", "more"), [("{a: 1}", "{{<<: [{}]}}"), ("[x, x]", "[{}]")])
+    def test_aliases_that_stand_for_much_are_refused(self, tmp_path, first, more):
+        lines = [f"a0: &a0 {first}"]
+        lines += [f"a{i}: &a{i} {more.format(', '.join([f'*a{i - 1}'] * 9))}" for i in range(1, 40)]
         text = "\n".join([*lines, "logical_axis_rules: [[embed, tp]]"])
-        file = written(tmp_path, "rules.yml", text)
-        try:
-            with memory_within(2**28):
-                count = len(read_rule_source(file).rules)
-        except sr.FileError as error:
-            assert re.search(r"line 4, column 5: .*merge keys \(<<\) make it", str(error))
-        else:  # PyYAML 6.0.4 merges the same entry once
-            assert count == 1
-
-    def test_many_merged_entries_are_refused(self, tmp_path):
-        lines = [f"m0: &m0 {{{', '.join(f'k{i}: {i}' for i in range(300))}}}"]
-        lines += [f"m{i}: &m{i} {{<<: *m{i - 1}, n{i}: 1}}" for i in range(1, 100)]
-        text = "\n".join([*lines, "logical_axis_rules: [[embed, tp]]"])
-        with pytest.raises(sr.FileError, match=r"column 6: .*merge keys \(<<\) make it"):
-            read_rule_source(written(tmp_path, "rules.yml", text))
-
-    def test_ordinary_merge_keys_are_read(self, tmp_path):
-        lines = ["a: &a {x: 1}", "q: {r: {b: &b {<<: *a, x: 2}}}", "c: {<<: [*a, *b], x: 3}"]
-        lines += [f"d{i}: {{<<: *a, y: {i}}}" for i in range(500)]
-        text = "\n".join([*lines, "logical_axis_rules: [[embed, tp]]"])
-        assert len(read_rule_source(written(tmp_path, "rules.yml", text)).rules) == 1
-
-    def test_aliases_that_stand_for_much_cost_nothing(self, tmp_path):
-        lines = ["a0: &a0 [x, x]"]
-        lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 40)]
-        text = "\n".join([*lines, "logical_axis_rules: [[embed, *a39]]"])
-        with pytest.raises(sr.FileError, match="rule 0: axes is"):
+        with pytest.raises(sr.FileError, match="line 2, .*an alias: write out what it stands for"):
             read_rule_source(written(tmp_path, "rules.yml", text))
 
     def test_a_long_yaml_is_refused_before_it_is_parsed(self, tmp_path):

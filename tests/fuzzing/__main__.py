@@ -15,7 +15,7 @@ from pathlib import Path
 CORPUS = Path(__file__).parent / "corpus"
 FOUND = Path("build/fuzz")
 NAMES = (
-    "manifest", "raw_manifest", "safetensors", "index", "orbax", "rules", "hardware", "toml", "yaml",
+    "manifest", "raw_manifest", "safetensors", "index", "rules", "hardware", "toml", "yaml",
     "rule_values", "lock", "lock_values", "folding", "tree",
 )  # fmt: skip
 

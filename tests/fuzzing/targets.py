@@ -97,32 +97,6 @@ def index(data: bytes) -> None:
 
 
 # An array of a checkpoint, and one outside of it.
-_ZARR = {"chunks": [4], "compressor": None, "dimension_separator": ".", "dtype": "<f4",
-         "fill_value": None, "filters": None, "order": "C", "shape": [4], "zarr_format": 2}  # fmt: skip
-_OUTSIDE = _ZARR | {"shape": [7], "chunks": [7], "dtype": "|i1"}
-_ENTRY = {"key_metadata": [{"key": "b", "key_type": 2}],
-          "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False}}  # fmt: skip
-_CHECKPOINT = {
-    "_METADATA": {"tree_metadata": {"('b',)": _ENTRY}, "use_ocdbt": False, "use_zarr3": False},
-    "b/.zarray": _ZARR,
-    "_sharding": {},
-}
-
-
-def orbax(data: bytes) -> None:
-    """A checkpoint, of which the first byte says which file the others are: nothing from outside."""
-    changed = list(_CHECKPOINT)[Bytes(data).below(len(_CHECKPOINT))]
-    for name, content in (_CHECKPOINT | {"../outside/.zarray": _OUTSIDE}).items():
-        path = _DIRECTORY / "checkpoint" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data[1:] if name == changed else json.dumps(content).encode())
-    with suppress(FileError):
-        leaves = read_arrays(str(_DIRECTORY / "checkpoint")).leaves
-        _check_arrays(leaves)
-        if changed == "_METADATA":
-            assert ((7,), "int8") not in [(leaf.shape, leaf.dtype) for leaf in leaves.values()]
-
-
 def _check_arrays(leaves: dict[str, Any]) -> None:
     for name, leaf in leaves.items():
         assert type(name) is str
@@ -395,7 +369,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "raw_manifest": raw_manifest,
     "safetensors": safetensors,
     "index": index,
-    "orbax": orbax,
     "rules": rules,
     "hardware": hardware,
     "toml": toml,

@@ -23,9 +23,8 @@ Sizes = dict[str, int]
 
 model = functools.partial(argument, "model", metavar="SOURCE", type=types.FILE)
 of_model: Final = model(
-    about="The model: a safetensors file, index or directory; an orbax checkpoint; a JSON "
-    "manifest, also gzipped; - for a manifest on standard input; or package.module:function, which "
-    "returns a tree."
+    about="The model: a safetensors file, index or directory; a JSON manifest, also gzipped; - for "
+    "a manifest on standard input; or package.module:function, which returns a tree."
 )
 of_step: Final = argument(
     "function", metavar="FUNCTION",

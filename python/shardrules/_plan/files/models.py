@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
-from urllib.parse import unquote, urlsplit
-from urllib.request import url2pathname
 
 from shardrules._base.arguments import boolean, integer
 from shardrules._base.dtypes import key_dtype
@@ -24,8 +21,7 @@ from shardrules._base.io import (
     unreadable,
 )
 from shardrules._base.text import near_shown, shown
-from shardrules._plan.files import orbax
-from shardrules._plan.files.leaves import ArraySpec, ArraySpecs, all_are, check_column
+from shardrules._plan.files.leaves import ArraySpec, ArraySpecs, all_are
 from shardrules._plan.files.modules import file_name
 from shardrules._plan.files.remote import RemotePath
 from shardrules._plan.files.safetensors import (
@@ -59,9 +55,11 @@ _NOT_READ: Final = {
 _JSON: Final = (".json", ".json.gz")
 _SAFETENSORS: Final = (SUFFIX, INDEX_SUFFIX)
 _FORMS: Final = (
-    "a *.safetensors file, its *.index.json, a directory of them, an orbax checkpoint, or JSON "
-    '(also gzipped) as {"params": [["name", [4096, 128], "BF16"], ...]}'
+    "a *.safetensors file, its *.index.json, a directory of them, or JSON (also gzipped) as "
+    '{"params": [["name", [4096, 128], "BF16"], ...]}'
 )
+_ORBAX: Final = "_METADATA"
+"""A file in the directory of an orbax checkpoint's tree."""
 
 
 class Arrays(NamedTuple):
@@ -76,7 +74,7 @@ class Arrays(NamedTuple):
     logical_axes: dict[str, tuple[str | None, ...]] | None = None
     """{name: logical axis names}, if the file has them."""
     path: Path = Path()
-    """What was read; of an orbax checkpoint, the directory of the tree."""
+    """What was read."""
 
 
 def read_model(
@@ -87,18 +85,17 @@ def read_model(
     Only the headers of tensor files are read, and nothing is executed. Files may come from anyone.
 
     Args:
-        path: A safetensors file, the index of several, a directory of them, an orbax checkpoint
-            (which needs orbax), or a JSON manifest, also gzipped:
-            `{"params": [["name", [4096, 128], "BF16"], ...]}`. `-` is a manifest on standard input.
-        nested: Whether names are split into the levels of a tree. Default: at `/`, as orbax has
-            them; names with dots stay whole, as `safetensors.flax.load_file` has them. True splits
-            these too; False splits none.
+        path: A safetensors file, the index of several, a directory of them, or a JSON manifest,
+            also gzipped: `{"params": [["name", [4096, 128], "BF16"], ...]}`. `-` is a manifest on
+            standard input.
+        nested: Whether names are split into the levels of a tree. Default: at `/`; names with dots
+            stay whole, as `safetensors.flax.load_file` has them. True splits these too; False
+            splits none.
         max_memory: Maximum bytes of memory for reading, beyond the file's own size. Default:
             512 MiB.
 
     Returns:
-        A dict of jax.ShapeDtypeStructs, or of such dicts; the lists of a checkpoint are dicts too.
-        Equal leaves are one object.
+        A dict of jax.ShapeDtypeStructs, or of such dicts. Equal leaves are one object.
 
     Raises:
         FileError: There is no such file, its kind is unknown, it is damaged, or it would take more
@@ -137,11 +134,8 @@ def read_arrays(source: str, make: ArraySpecs | None = None) -> Arrays:
     """Read the arrays of a model in a file: their names, shapes and dtypes.
 
     Args:
-        source: A safetensors file, the index of several, a directory of them, the directory of an
-            orbax checkpoint (a step, an item, or a manager's), or a JSON manifest, also gzipped:
-            `{"model": name, "params": [[name, [dim, ...], dtype], ...]}`, or with params as
-            `{name: {"shape": [dim, ...], "dtype": dtype}}`; `"logical_axes": {name: [axis, ...]}`
-            may stand beside them. `-` is a manifest on standard input.
+        source: As the path of `read_model`; `"logical_axes": {name: [axis, ...]}` may stand beside
+            the params of a manifest, and `"model": name`.
         make: The leaves of the model. Default: `ArraySpecs()`, whose leaves have no data.
 
     Raises:
@@ -163,9 +157,11 @@ def _read(path: Any, make: ArraySpecs) -> Arrays:
     files = sorted(path.iterdir(), key=str) if is_directory else [path]
     if any(file.name.endswith(_SAFETENSORS) for file in files):
         return _of_safetensors(path, files, make)
-    if is_directory and (item := _checkpoint_in(path, files)):
-        leaves = orbax.read_checkpoint(item, make)
-        return Arrays(_name_of(path), leaves, orbax.SEPARATOR, path=item)
+    if any(file.name == _ORBAX for file in files):
+        raise FileError(
+            f"{path}: this is a checkpoint of orbax, which is not read here; give "
+            "package.module:function, which returns the metadata of orbax's StandardCheckpointer"
+        )
     for file in files:
         if file.suffix.lower() in _NOT_READ and file.is_file():
             raise FileError(
@@ -193,18 +189,6 @@ def _of_safetensors(path: Any, files: list[Any], make: ArraySpecs) -> Arrays:
     return _arrays_in(path, read_files(path, tensors, make), _name_of(path))
 
 
-def _checkpoint_in(directory: Any, children: list[Any]) -> Path | None:
-    """Find the directory of an orbax checkpoint's tree; None if there is none."""
-    if isinstance(directory, Path):
-        return orbax.find_checkpoint(directory)
-    if any(child.name == orbax.METADATA for child in children):
-        raise FileError(
-            f"{directory}: this is an orbax checkpoint, which is read only from files of this "
-            "machine; copy it here"
-        )
-    return None
-
-
 def _of_json(path: Any, make: ArraySpecs) -> Arrays:
     """Read a list of arrays in JSON: a manifest, or an index of safetensors files."""
     content = parse_json(path, read_bytes(path))
@@ -228,11 +212,7 @@ def _place_of(source: str) -> Any:
     if url is None:
         return path_of(source)
     if url["protocol"] == "file":
-        parts = urlsplit(source)
-        if parts.netloc not in ("", "localhost"):
-            meant = f"file:///{parts.netloc}{parts.path}"
-            raise FileError(f"{source}: it has no absolute path; write {meant}")
-        return Path(url2pathname(unquote(parts.path)))
+        raise FileError(f"{source}: write the path of the file, without file://")
     if url["protocol"] in ("http", "https"):
         raise FileError(f"{source}: web servers are not read from; download it, as with curl -LO")
     return RemotePath(source if "://" in source else source.replace(":/", "://", 1))
@@ -278,30 +258,20 @@ def _checked_names(
 
 
 def _of_params(path: Path, params: object, make: ArraySpecs) -> dict[str, ArraySpec]:
-    if isinstance(params, Mapping):
-        names, entries = list(params), list(params.values())
-        check_column(path, names, entries, dict, "needs an object with shape and dtype")
-        for name, entry in params.items():
-            for key in {"shape", "dtype"} - entry.keys():
-                near = near_shown(key, entry)
-                raise FileError(f"{path}: array {name!r} has no {key}; write it{near}")
-        shapes, dtypes = ([entry[key] for entry in entries] for key in ("shape", "dtype"))
-        return make.of_columns(path, names, shapes, dtypes)
     if not isinstance(params, list):
         raise FileError(f"{path}: key 'params': it is {shown(params)}; give {_FORMS}")
     if not (all_are(list, params) and set(map(len, params)) <= {3}):
-        _raise_odd_row(path, params)
+        index, row = next(
+            (index, row)
+            for index, row in enumerate(params)
+            if not isinstance(row, list) or len(row) != 3
+        )
+        raise FileError(
+            f'{path}: params[{index}]: it is {shown(row)}; write ["name", [4096, 128], "BF16"]'
+        )
     # zip(*params) would make an iterator for each row.
     names, shapes, dtypes = ([row[i] for row in params] for i in range(3))
     return make.of_columns(path, names, shapes, dtypes)
-
-
-def _raise_odd_row(path: Path, rows: list[Any]) -> None:
-    for index, row in enumerate(rows):
-        if not isinstance(row, list) or len(row) != 3:
-            raise FileError(
-                f'{path}: params[{index}]: it is {shown(row)}; write ["name", [4096, 128], "BF16"]'
-            )
 
 
 def nested_dicts(arrays: Arrays) -> dict[str, Any]:
