@@ -149,7 +149,6 @@ WRITTEN: dict[str, tuple[Callable[[], Any], str]] = {
     "LogicalDialect": (
         lambda: sr.dialects.LogicalDialect("own", last_wins=True, keeps_unknown=False),
         "LogicalDialect(name='own', last_wins=True, keeps_unknown=False)"),
-    "Zero1": (lambda: sr.Zero1("dp", dim="first"), "Zero1(axis='dp', dim='first')"),
     "Companion": (lambda: sr.Companion("_scale$", "", dims=(0,)), "Companion(pattern='_scale$', base='', dims=(0,))"),
     "Rename": (lambda: sr.Rename("model", "m"), "Rename(name='model', path='m')"),
     "Hardware": (lambda: sr.Hardware.named("v5p"), "Hardware(name='v5p', flops_per_second={"),

@@ -177,7 +177,6 @@ OF_PLANS = {
     "another file as lock": (lambda: sr.Plan.from_lock("{}"), "not a lock", "'shardrules lock 3'", "Plan.lock"),
     "no companion": (lambda: sr.plan(TREE, RULES, SIZES, companions=[sr.stacked("layrs")]).check().raise_for("warning"), "layrs", "finds no leaf", "correct its pattern"),
     "a number as axis": (lambda: sr.fsdp(3), "3 (an int)", "sequence of strings"),
-    "Zero1 of a number": (lambda: sr.Zero1(3), "3 (an int)", "a mesh axis"),
     "a policy": (lambda: sr.Correction(indivisible="drp"), "'drp'", "'drop'"),
     "a memory kind": (lambda: sr.RuleSpec(("tp",), memory_kind="host"), "'host'", "'pinned_host'"),
 }  # fmt: skip

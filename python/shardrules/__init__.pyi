@@ -25,7 +25,6 @@ from shardrules._plan.companions import LORA as LORA
 from shardrules._plan.companions import QUANTIZED as QUANTIZED
 from shardrules._plan.companions import Companion as Companion
 from shardrules._plan.companions import stacked as stacked
-from shardrules._plan.companions import unstacked as unstacked
 from shardrules._plan.files.hardware import read_hardware as read_hardware
 from shardrules._plan.files.manifest import write_manifest as write_manifest
 from shardrules._plan.files.models import read_model as read_model
@@ -33,7 +32,6 @@ from shardrules._plan.files.rules import read_rules as read_rules
 from shardrules._plan.findings import FindingsError as FindingsError
 from shardrules._plan.plan import Plan as Plan
 from shardrules._plan.planning import plan as plan
-from shardrules._plan.state import Zero1 as Zero1
 from shardrules._plan.suggest.suggest import suggest as suggest
 from shardrules._program.memory import OutOfMemory as OutOfMemory
 from shardrules._program.program import inspect as inspect

@@ -86,7 +86,6 @@ RULES = [
     (table(stacked=[{"layer": "h_*"}]), r"stacked\[0\]: .*; write the path of the stack"),
     (table(stacked=[{"at": "h", "axis": -1}]), r"stacked\[0\]: axis is -1"),
     (table(stacked=[{"at": "h", "axis": "x"}]), r"stacked\[0\]: axis is 'x'"),
-    (table(unstacked=[{"at": "h", "mesh_axis": "pp"}]), r"unstacked\[0\]: key 'mesh_axis' is unknown; the keys are at, layer, axis"),
     ([["a", []], 3], r'rule 1: it is 3 \(an int\); write \["pattern"'),
     ([["a", [], 1]], "rule 0: it is"),
     ([{"pattern": "a", "specs": 1}], "rule 0: key 'specs' is unknown"),

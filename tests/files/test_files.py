@@ -281,13 +281,12 @@ def test_rules_of_json(write, name):
 def test_companions_of_a_rule_file(write):
     keys = (
         'companions = ["quantized", "LoRA"]\n'
-        'unstacked = ["encoder"]\n'
         'stacked = ["layers", {at = "h", layer = "h_*", axis = 1, mesh_axis = "stage"}]\n'
     )
     path = write("x.toml", keys + '[[rules]]\npattern = "w"\nspec = "tp"\n')
     stacks = (sr.stacked("layers"), sr.stacked("h", "h_*", axis=1, mesh_axis="stage"))
     tables = (*sr.QUANTIZED, *sr.LORA)
-    assert read_rule_source(path).companions == (*stacks, *tables, sr.unstacked("encoder"))
+    assert read_rule_source(path).companions == (*stacks, *tables)
     assert sr.read_rules(write("z.json", [["w", ["tp"]]])).companions == ()
 
 

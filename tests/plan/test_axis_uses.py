@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import shardrules as sr
-from shardrules._plan.axis_uses import data_axes_among, use_of, uses_of
+from shardrules._plan.path_words import data_axes_among, use_of, uses_of
 from tests.support import models
 
 STAGES = ("stage", "pp", "pipe", "pipeline")

@@ -231,14 +231,13 @@ def test_it_runs(mesh, name, zero1):
     assert jax.tree.leaves(abstract_state)[1].sharding == jax.tree.leaves(wanted)[1]
 
 
-@pytest.mark.parametrize("zero1", ["dp", sr.Zero1("dp", dim="first", place="outer")], ids=str)
-def test_a_step_under_zero1_comes_out_as_it_went_in(zero1):
+def test_a_step_under_zero1_comes_out_as_it_went_in():
     """As users of optax write it: constraints in the step, and nothing said of its outputs."""
     tx = optax.adam(1e-2)
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("dp", "fsdp", "tp"))
     tree = {"kernel": abstract(32, 48), "bias": abstract(32), "temperature": abstract()}
     plan = plan_of(tree, mesh)
-    moments = plan.for_optimizer(jax.eval_shape(tx.init, tree), zero1=zero1)
+    moments = plan.for_optimizer(jax.eval_shape(tx.init, tree), zero1="dp")
     wanted = plan.shardings(), moments.shardings()
 
     def step(values, state):
@@ -278,35 +277,23 @@ def test_zero1_divides_the_bytes():
     assert total.max == plan.bytes_per_device().max + cut + 4
 
 
-FIRST = {"dim": "first"}
-
-
 @pytest.mark.parametrize(
-    ("shape", "spec", "options", "expected"),
+    ("shape", "spec", "expected"),
     [
-        ((64, 32), P(), {}, P("dp", None)),
-        ((32, 64), P(), {}, P(None, "dp")),
-        ((32, 32), P(), {}, P("dp", None)),  # the first of equals
-        ((64, 48), P("fsdp"), {}, P("fsdp", "dp")),  # 16 are held of 64
-        ((64, 7), P("fsdp"), {}, P(("fsdp", "dp"), None)),
-        ((4, 7), P("fsdp"), {}, P("fsdp", None)),  # nothing divides
-        ((64, 64), P("dp"), {}, P("dp", None)),  # it cuts already
-        ((64, 64), P(("fsdp", "dp")), {}, P(("fsdp", "dp"), None)),
-        ((0, 8), P(), {}, P(None, "dp")),
-        # As other libraries have it.
-        ((32, 64), P(), FIRST, P("dp", None)),
-        ((32, 64), P("fsdp"), FIRST, P(("fsdp", "dp"), None)),
-        ((32, 64), P("fsdp"), FIRST | {"place": "outer"}, P(("dp", "fsdp"), None)),
-        ((4, 64), P("fsdp"), FIRST | {"place": "outer"}, P("fsdp", "dp")),
-        ((32, 64), P("fsdp"), FIRST | {"not_with": ["fsdp"]}, P("fsdp", "dp")),
-        ((32, 7), P("fsdp"), FIRST | {"not_with": ["fsdp"]}, P("fsdp", None)),
-        ((32, 64), P("fsdp"), {"not_with": ("tp",)}, P("fsdp", "dp")),
+        ((64, 32), P(), P("dp", None)),
+        ((32, 64), P(), P(None, "dp")),
+        ((32, 32), P(), P("dp", None)),  # the first of equals
+        ((64, 48), P("fsdp"), P("fsdp", "dp")),  # 16 are held of 64
+        ((64, 7), P("fsdp"), P(("fsdp", "dp"), None)),
+        ((4, 7), P("fsdp"), P("fsdp", None)),  # nothing divides
+        ((64, 64), P("dp"), P("dp", None)),  # it cuts already
+        ((64, 64), P(("fsdp", "dp")), P(("fsdp", "dp"), None)),
+        ((0, 8), P(), P(None, "dp")),
     ],
 )
-def test_zero1_chooses_a_dimension(shape, spec, options, expected):
+def test_zero1_chooses_a_dimension(shape, spec, expected):
     plan = sr.plan({"w": abstract(*shape)}, [("w", spec)], SIZES)
-    zero1 = sr.Zero1("dp", **options) if options else "dp"
-    derived = plan.for_optimizer({"mu": {"w": abstract(*shape)}}, zero1=zero1)
+    derived = plan.for_optimizer({"mu": {"w": abstract(*shape)}}, zero1="dp")
     assert derived.specs()["mu"]["w"] == expected
     told = derived.kind("mu/w").origin.endswith(", cut by dp too (ZeRO-1)")
     assert told == (expected != plan.specs()["w"])
@@ -498,10 +485,11 @@ def test_lwm_stacked():
     assert derived.source(path) == "params/transformer/h/0/attention/wq/kernel"
 
 
-def test_lwm_unstacked():
+def test_lwm_by_rules_for_its_stack():
     tree, rules = lwm(False)
     _, of_stack = lwm(True)
-    derived = sr.plan(tree, of_stack, LWM_MESH, companions=[sr.unstacked(AT, LAYER)])
+    layer = sr.Companion("transformer/h/[0-9]+", AT, dims=(1, ...))
+    derived = sr.plan(tree, of_stack, LWM_MESH, companions=[layer])
     assert derived.specs() == sr.plan(tree, rules, LWM_MESH).specs()
 
 
@@ -518,27 +506,20 @@ MAXTEXT_MESH = {"data": 2, "fsdp": 4, "tensor": 2, "expert": 2, "stage": 2}
 
 
 @pytest.mark.parametrize("model", ["deepseek3-671b", "llama3.1-405b"])
-def test_maxtext_both_ways(model):
+def test_maxtext_stacks(model):
     stacks = {"deepseek3-671b": ("dense_layers", "moe_layers"), "llama3.1-405b": ("layers",)}[model]
     by_stage = {"layers": "stage", "dense_layers": None, "moe_layers": None}
-    scanned, of_stack = maxtext(f"maxtext-{model}-scanned")
-    unscanned, per_layer = maxtext(f"maxtext-{model}-unscanned")
+    tree, rules = maxtext(f"maxtext-{model}-scanned")
+    _, per_layer = maxtext(f"maxtext-{model}-unscanned")
     # The rules cut what they call "layers" by the pipeline's axis, and no other stack.
     stack = [
         sr.stacked(f"decoder/{at}", f"decoder/{at}_*", axis=1, mesh_axis=by_stage[at])
         for at in stacks
     ]
-    layer = [sr.unstacked(f"decoder/{at}", f"decoder/{at}_*", axis=1) for at in stacks]
-    for tree, rules, others, companions in (
-        (scanned, of_stack, per_layer, stack),
-        (unscanned, per_layer, of_stack, layer),
-    ):
-        alone = LibraryCorrection(absent="drop_axis")
-        ours = sr.plan(
-            tree, sr.Rules(others, correction=alone), MAXTEXT_MESH, companions=companions
-        )
-        theirs = sr.plan(tree, sr.Rules(rules, correction=alone), MAXTEXT_MESH)
-        assert jax.tree.leaves(ours.specs()) == jax.tree.leaves(theirs.specs())
+    alone = LibraryCorrection(absent="drop_axis")
+    ours = sr.plan(tree, sr.Rules(per_layer, correction=alone), MAXTEXT_MESH, companions=stack)
+    theirs = sr.plan(tree, sr.Rules(rules, correction=alone), MAXTEXT_MESH)
+    assert jax.tree.leaves(ours.specs()) == jax.tree.leaves(theirs.specs())
 
 
 def test_stacks_with_units_corrections_and_truncation():
@@ -571,18 +552,8 @@ def test_what_is_too_long_for_a_layer_is_too_long_for_its_stack(rank, expected):
     assert stack.kinds[0].spec == expected
     assert [loss.kind for loss in stack.kinds[0].losses] == ["rank"]
     assert [loss.kind for loss in layer.kinds[0].losses] == ["rank"]
-    back = sr.plan(
-        {"h": [{"w": abstract(8)}]}, sr.Rules([("h/w", ("dp", None, "tp"))], correction=correction), SIZES, companions=[sr.unstacked("h", axis=1)],
-    )  # fmt: skip
-    assert back.kinds[0].spec == (("dp",) if expected else expected)
 
 
-def scale_of(*shape):
-    return {"q": {"weight_scale_inv": abstract(*shape)}}
-
-
-WEIGHTS = ("layers/0/q/weight$", sr.RuleSpec(P("tp", "fsdp"), units=(512,)))
-HEADS = ("weight$", sr.RuleSpec(("tp",), units=(192,)))
 FOLLOWER = [("^base$", P("tp")), ("follower", P("fsdp"))]
 TO_NOTHING, TO_BASE = sr.Companion("follower", "none"), sr.Companion("^fol.*", "base")
 QUANTIZED_LORA = {"kernel_lora_a": {"array": {"qvalue": abstract(64, 4), "scale": abstract(1, 4)}}}
@@ -596,20 +567,6 @@ FOLLOWING = {
         {"wq": abstract(8, 64, 32)}, [("wq", P("fsdp", "tp"))], [sr.stacked("", mesh_axis="dp")],
         {"wq": (P("dp", "fsdp", "tp"), "wq")},
     ),
-    "rules of a stack at the root serve single models": (
-        [{"wq": abstract(64, 32)}, {"deep": {"wq": abstract(64, 32)}}],
-        [("^wq", P(None, "fsdp", "tp")), ("^deep/wq", P("dp", "tp", "fsdp"))], [sr.unstacked("")],
-        {"0/wq": (P("fsdp", "tp"), "wq"), "1/deep/wq": (P("tp", "fsdp"), "deep/wq")},
-    ),
-    "and models below a name": (
-        {"blocks": [{"wq": abstract(64, 32)}]}, [("^wq", P(None, "fsdp", "tp"))],
-        [sr.unstacked("", "blocks/*")], {"blocks/0/wq": (P("fsdp", "tp"), "wq")},
-    ),
-    "vectors of stacks along a later axis": (
-        {"h": [{"scale": abstract(8), "w": abstract(8, 8)}]},
-        [("h/scale", P("tp", None)), ("h/w", P("fsdp", None, "tp"))], [sr.unstacked("h", axis=1)],
-        {"h/0/scale": (P("tp"), "h/scale"), "h/0/w": (P("fsdp", "tp"), "h/w")},
-    ),
     "sizes without relation are not cut": (
         {"w": abstract(32, 64), "w_lora_a": abstract(40, 4), "w_lora_b": abstract(4, 40)},
         [("w", P("fsdp", "tp"))], sr.LORA, {"w_lora_a": (P(), "w"), "w_lora_b": (P(), "w")},
@@ -619,27 +576,6 @@ FOLLOWING = {
         {"q/kernel_lora_a/array/qvalue": (P("fsdp", None), "q/kernel"),
          "q/kernel_lora_a/array/scale": (P(), "q/kernel")},
     ),
-    # Of 128 x 128 blocks, heads of 192 end where three blocks do.
-    **{
-        f"units count blocks, {rows} rows": (
-            {"a.weight_scale_inv": abstract(rows, 4)}, [HEADS], sr.QUANTIZED,
-            {"a.weight_scale_inv": (spec, "a.weight")},
-        )
-        for rows, spec in ((12, P("tp", None)), (10, P()), (8, P()))
-    },
-    # 128 of the weight's elements are one of the scale's: 4 of its rows are 512 of the weight.
-    **{
-        f"units and blocks of combined companions, {shape}": (
-            {"layers": scale_of(*shape) if len(shape) > 2 else [scale_of(*shape)]}, [WEIGHTS],
-            [sr.stacked("layers"), *sr.QUANTIZED][len(shape) < 3:],
-            {f"layers/{'0/' if len(shape) < 3 else ''}q/weight_scale_inv":
-                (spec, "layers/0/q/weight")},
-        )
-        for shape, spec in (
-            ((3, 16, 5), P(None, "tp", None)), ((3, 6, 5), P()),
-            ((16, 5), P("tp", None)), ((6, 5), P()),
-        )
-    },
     # The path of a layer is below that of its stack, so it could be found for ever.
     "each companion leads once": (
         {"layers": {"w": abstract(4, 8)}}, [("layers/0/w", P("tp"))], [sr.stacked("layers")] * 2,
@@ -679,25 +615,6 @@ def test_a_stack_below_itself_has_no_rule():
     assert twice.kinds[0].status == "unmatched"
     with pytest.raises(ValueError, match=r"layer is 'blocks/0', and at is the root: .*Companion"):
         sr.stacked("", "blocks/0")
-
-
-@pytest.mark.parametrize("axis", [0, 1, 2])
-def test_there_and_back(axis):
-    """What unstacked takes out of a spec is what stacked puts into it."""
-    spec = ["fsdp", "tp", "dp"]
-    of_stack = P(*spec[:axis], None, *spec[axis:])
-    shape = (8, 8, 8)
-    stack_shape = (*shape[:axis], 6, *shape[axis:])
-    there = sr.plan(
-        {"h": {"w": abstract(*stack_shape)}}, [("h/0/w", P(*spec))], SIZES,
-        companions=[sr.stacked("h", axis=axis)],
-    )  # fmt: skip
-    back = sr.plan(
-        {"h": [{"w": abstract(*shape)}]}, [("h/w", of_stack)], SIZES,
-        companions=[sr.unstacked("h", axis=axis)],
-    )  # fmt: skip
-    assert there.specs()["h"]["w"] == of_stack
-    assert back.specs()["h"][0]["w"] == P(*spec)
 
 
 NAMES = [
@@ -790,7 +707,7 @@ def test_qwix_has_these_shapes():
 
 
 @pytest.mark.parametrize(("leaf", "shape", "base", "spec"), NAMES)
-def test_tables_on_stacks_and_on_layers_of_rules_for_stacks(leaf, shape, base, spec):
+def test_tables_on_stacks(leaf, shape, base, spec):
     """A table and a stack combined: as the table alone, with the stack's dimension."""
     rules = [
         ("kernel(/value)?$", P("in", "out")),
@@ -810,13 +727,6 @@ def test_tables_on_stacks_and_on_layers_of_rules_for_stacks(leaf, shape, base, s
     assert plan.specs()["layers"][leaf] == P("stage", *of_layer)
     assert plan.sources == [f"layers/0/{base}"]
     assert of_kind_companion(plan) == {"LORA", "QUANTIZED"} - {table_of(leaf)}
-    for_stacks = [(f"layers/.*{pattern}", P(None, *entries)) for pattern, entries in rules[:-1]]
-    back = sr.plan(
-        {"layers": [{leaf: abstract(*shape)}]}, for_stacks, mesh,
-        companions=(*tables, sr.unstacked("layers")),
-    )  # fmt: skip
-    assert back.specs()["layers"][0][leaf] == of_layer
-    assert back.sources == [f"layers/{base}"]
 
 
 def table_of(leaf):
@@ -943,11 +853,8 @@ def test_bad_companions():
     for dims in ((-1,), (..., 0), (1.5,), ((1,),)):
         with pytest.raises(ValueError, match="dims has"):
             sr.Companion("x", "y", dims=dims)
-    with pytest.raises(ValueError, match=r"blocks\[0\] is .*integer"):
-        sr.Companion("x", "y", blocks=(0,))
-    for make in (sr.stacked, sr.unstacked):
-        with pytest.raises(ValueError, match="axis is -1"):
-            make("h", axis=-1)
+    with pytest.raises(ValueError, match="axis is -1"):
+        sr.stacked("h", axis=-1)
 
 
 def test_random_trees_of_one_layer(rng):
@@ -967,12 +874,6 @@ def test_random_trees_of_one_layer(rng):
         for name, spec in single.specs()["h"][0].items():
             derived = plan.specs()["h"][name]
             assert derived == (P(None, *spec) if any(spec) else P()), (rules, layer)
-
-
-def test_records_of_tables_are_as_a_user_would_make_them():
-    """They are made without checks, which would cost each process that imports them."""
-    for record in (*sr.LORA, *sr.QUANTIZED):
-        assert sr.Companion(record.pattern, record.base, record.dims, record.blocks) == record
 
 
 def test_the_moment_of_a_kernel_was_replicated_where_a_module_is_called_as_a_field():

@@ -58,13 +58,13 @@ class SpecByShape:
             self._bound[entries] = self._fixed.with_spec(entries)
         return self._bound[entries], origin
 
-    def with_dims(self, dims: tuple[Dim, ...], blocks: tuple[int, ...] = ()) -> SpecByShape:
+    def with_dims(self, dims: tuple[Dim, ...]) -> SpecByShape:
         """Return the spec for arrays that have some of the dimensions; see `SpecOnMesh.with_dims`.
 
         It is made from their own shape, and cuts none of the dimensions that are theirs alone.
         """
         closed = frozenset(place for place, dim in enumerate(dims) if not isinstance(dim, int))
-        return SpecByShape(self._fsdp, self._fixed.with_dims(dims, blocks), closed)
+        return SpecByShape(self._fsdp, self._fixed.with_dims(dims), closed)
 
     def decided(self, shape: tuple[Any, ...], dtype: Any) -> Any:
         """Return the corrected spec for arrays of this shape and dtype; None if it is forbidden."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
-from math import lcm, prod
+from math import prod
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._base.correction import Correction, IndivisiblePolicy, absent_policy
@@ -174,21 +174,15 @@ class SpecOnMesh:
         is_whole = tuple(entries) == self._entries
         return self.spec if is_whole else with_entries(self.spec, entries)
 
-    def with_dims(self, dims: tuple[Dim, ...], blocks: tuple[int, ...] = ()) -> SpecOnMesh:
+    def with_dims(self, dims: tuple[Dim, ...]) -> SpecOnMesh:
         """Return the spec for arrays that have some of the dimensions, as scales have.
 
         Args:
             dims: As in `shardrules._base.specs.with_dims`.
-            blocks: For each dimension, the number of elements that one element stands for.
-                Default: 1.
         """
-
-        def unit(position: int, dim: Dim) -> int:
-            base = self.units[dim] if isinstance(dim, int) and dim < len(self.units) else 1
-            block = blocks[position] if position < len(blocks) else 1
-            return lcm(base, block) // block
-
-        units = tuple(unit(position, dim) for position, dim in enumerate(dims))
+        units = tuple(
+            self.units[dim] if isinstance(dim, int) and dim < len(self.units) else 1 for dim in dims
+        )
         return self._bound(with_dims(self.spec, dims), units, shape_is_derived=True)
 
     def lost(self, rank: int, kept: int) -> Iterator[LostAxes]:

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from shardrules._base.specs import entries_of, entry_axes, few_heads_advice
 from shardrules._base.text import SLIP, and_more, counted, nearest
-from shardrules._plan.axis_uses import is_gathered
 from shardrules._plan.check_context import (
     CheckContext,
     check_of,
@@ -21,7 +20,7 @@ from shardrules._plan.check_context import (
 from shardrules._plan.findings import Finding, at_stake
 from shardrules._plan.fold import Folded
 from shardrules._plan.kinds import Kind
-from shardrules._plan.path_words import Projection, projections
+from shardrules._plan.path_words import Projection, is_gathered, projections
 from shardrules._rules.resolver import axes_in
 
 

@@ -38,11 +38,9 @@ class Companion:
             record is for leaves of this rank only. A final `...` stands for all further dimensions,
             those of the base in order. Or a function that returns the dims of a leaf of any rank
             from its shape and its base's, which is None where the base is not in the tree.
-        blocks: Per dimension of the leaf, how many of the base's elements one of its own stands
-            for. Default: 1 for each. Only units need it.
 
     Raises:
-        ValueError: dims or blocks are not of this form.
+        ValueError: dims are not of this form.
         re.error: The pattern or the replacement is invalid.
 
     Example:
@@ -58,7 +56,6 @@ class Companion:
     pattern: str | re.Pattern[str]
     base: str
     dims: Dims | Callable[[Shape, Shape | None], tuple[Dim, ...]] = (...,)
-    blocks: tuple[int, ...] = ()
 
     __repr__ = without_defaults
 
@@ -70,10 +67,6 @@ class Companion:
             if type(self.dims) is not tuple:
                 object.__setattr__(self, "dims", as_tuple("dims", self.dims, "dimensions"))
             check_dims(self.dims)
-        if type(self.blocks) is not tuple or self.blocks:
-            blocks = as_tuple("blocks", self.blocks, "integers")
-            checked = (integer(f"blocks[{i}]", block, 1) for i, block in enumerate(blocks))
-            object.__setattr__(self, "blocks", tuple(checked))
 
 
 class DimStep(NamedTuple):
@@ -81,7 +74,6 @@ class DimStep(NamedTuple):
 
     dims: Dims
     """The dims of the `Companion`, or the result of its function."""
-    blocks: tuple[int, ...]
     rank: int | None
     """The leaf's rank; None for a base that is not in the tree and has dimensions of its own."""
 
@@ -169,43 +161,24 @@ def _dims_of_b(shape: Shape, base: Shape | None) -> tuple[Dim, ...]:
     return (None,) * len(shape)
 
 
-def _unchecked_companion(
-    pattern: str,
-    base: str,
-    dims: Dims | Callable[[Shape, Shape | None], tuple[Dim, ...]] = (...,),
-    blocks: tuple[int, ...] = (),
-) -> Companion:
-    """Make a record of a table below, without the checks of what users give."""
-    record = object.__new__(Companion)
-    for name, value in zip(Companion.__slots__, (pattern, base, dims, blocks), strict=True):
-        object.__setattr__(record, name, value)
-    return record
-
-
 # [./]: checkpoint names are dotted, the paths of trees made of them slashed.
 LORA: Final = (
     # flax.nnx.LoRA and LoRALinear, and linen modules of that manner: [in, r] and [r, out] beside a
     # kernel [in, out].
-    _unchecked_companion(
-        r"(^|/)(?:lora/)?lora_[aA](?:/kernel)?(/value)?$", r"\1kernel\2", dims=(0, None)
-    ),
-    _unchecked_companion(
-        r"(^|/)(?:lora/)?lora_[bB](?:/kernel)?(/value)?$", r"\1kernel\2", dims=(None, 1)
-    ),
+    Companion(r"(^|/)(?:lora/)?lora_[aA](?:/kernel)?(/value)?$", r"\1kernel\2", dims=(0, None)),
+    Companion(r"(^|/)(?:lora/)?lora_[bB](?:/kernel)?(/value)?$", r"\1kernel\2", dims=(None, 1)),
     # qwix: [..., in, r] and [r, ..., out], or [batch, r, out], beside a weight of any name, the
     # dimensions of which an einsum may have in any order.
-    _unchecked_companion(r"_lora_a(/value)?$", r"\1", dims=_dims_of_a),
-    _unchecked_companion(r"_lora_b(/value)?$", r"\1", dims=_dims_of_b),
+    Companion(r"_lora_a(/value)?$", r"\1", dims=_dims_of_a),
+    Companion(r"_lora_b(/value)?$", r"\1", dims=_dims_of_b),
     # peft's Linear: [r, in] and [out, r] beside a weight [out, in]; "default" is an adapter's name.
-    _unchecked_companion(r"(^|[./])lora_A(?:[./]\w+)?[./]weight$", r"\1weight", dims=(None, 1)),
-    _unchecked_companion(r"(^|[./])lora_B(?:[./]\w+)?[./]weight$", r"\1weight", dims=(0, None)),
+    Companion(r"(^|[./])lora_A(?:[./]\w+)?[./]weight$", r"\1weight", dims=(None, 1)),
+    Companion(r"(^|[./])lora_B(?:[./]\w+)?[./]weight$", r"\1weight", dims=(0, None)),
     # DoRA in peft: [out].
-    _unchecked_companion(
-        r"(^|[./])lora_magnitude_vector(?:[./]\w+)?(?:[./]weight)?$", r"\1weight", dims=(0,)
-    ),
+    Companion(r"(^|[./])lora_magnitude_vector(?:[./]\w+)?(?:[./]weight)?$", r"\1weight", dims=(0,)),
     # peft's Embedding: [r, rows] and [columns, r] beside a weight [rows, columns].
-    _unchecked_companion(r"(^|[./])lora_embedding_A(?:[./]\w+)?$", r"\1weight", dims=(None, 0)),
-    _unchecked_companion(r"(^|[./])lora_embedding_B(?:[./]\w+)?$", r"\1weight", dims=(1, None)),
+    Companion(r"(^|[./])lora_embedding_A(?:[./]\w+)?$", r"\1weight", dims=(None, 0)),
+    Companion(r"(^|[./])lora_embedding_B(?:[./]\w+)?$", r"\1weight", dims=(1, None)),
 )
 r"""Companions: the factors of LoRA follow the kernel or weight that they adapt; their dimension r,
 the rank of the adaptation, is not cut. Of flax.nnx (`lora_a`, `lora_b`), qwix (`..._lora_a`,
@@ -217,22 +190,22 @@ _GROUPED: Final = r"(^|[./])(?:qweight|qzeros|scales)$"
 
 QUANTIZED: Final = (
     # DeepSeek-V3's FP8: a scale for each block of 128 x 128.
-    _unchecked_companion(r"(^|[./])weight_scale_inv$", r"\1weight", dims=(0, 1), blocks=(128, 128)),
+    Companion(r"(^|[./])weight_scale_inv$", r"\1weight", dims=(0, 1)),
     # compressed-tensors: [out, in / 8] and scales [out, 1] or [out, groups], or one per row.
-    _unchecked_companion(r"(^|[./])weight_(?:packed|scale|zero_point)$", r"\1weight", dims=(0, 1)),
-    _unchecked_companion(r"(^|[./])weight_(?:scale|zero_point)$", r"\1weight", dims=(0,)),
+    Companion(r"(^|[./])weight_(?:packed|scale|zero_point)$", r"\1weight", dims=(0, 1)),
+    Companion(r"(^|[./])weight_(?:scale|zero_point)$", r"\1weight", dims=(0,)),
     # GPTQ and AWQ: [in, out], [groups, out], packed along in or out, beside a weight [out, in].
-    _unchecked_companion(_GROUPED, r"\1weight", dims=(1, 0)),
-    _unchecked_companion(r"(^|[./])g_idx$", r"\1weight", dims=(1,)),
+    Companion(_GROUPED, r"\1weight", dims=(1, 0)),
+    Companion(r"(^|[./])g_idx$", r"\1weight", dims=(1,)),
     # gpt-oss's MXFP4: [experts, out, in / 32, 16 bytes] and [experts, out, in / 32] beside an array
     # [experts, in, out].
-    _unchecked_companion(r"_proj_blocks$", "_proj", dims=(0, 2, 1, None), blocks=(1, 1, 32, 1)),
-    _unchecked_companion(r"_proj_scales$", "_proj", dims=(0, 2, 1), blocks=(1, 1, 32)),
+    Companion(r"_proj_blocks$", "_proj", dims=(0, 2, 1, None)),
+    Companion(r"_proj_scales$", "_proj", dims=(0, 2, 1)),
     # qwix: the values of a quantized weight, and scales of as many dimensions, some of them 1.
-    _unchecked_companion(r"/array/(?:qvalue|scale|zero_point)(/value)?$", r"\1"),
+    Companion(r"/array/(?:qvalue|scale|zero_point)(/value)?$", r"\1"),
     # A flax kernel [in, out] with a scale for each output: [out] or [1, out].
-    _unchecked_companion(r"(^|/)kernel_scale(/value)?$", r"\1kernel\2", dims=(1,)),
-    _unchecked_companion(r"(^|/)kernel_scale(/value)?$", r"\1kernel\2", dims=(0, 1)),
+    Companion(r"(^|/)kernel_scale(/value)?$", r"\1kernel\2", dims=(1,)),
+    Companion(r"(^|/)kernel_scale(/value)?$", r"\1kernel\2", dims=(0, 1)),
 )
 r"""Companions: what quantization puts beside a weight, or in its place, follows the weight.
 DeepSeek's `weight_scale_inv`; `qweight`, `qzeros`, `scales` and `g_idx` of GPTQ and AWQ;
@@ -269,9 +242,11 @@ def stacked(
         >>> tuple(plan.specs()["layers"]["wq"])
         (None, 'fsdp', 'tp')
     """
-    _check_places(at, layer)
+    check_type("at", at, str, "a path")
+    check_type("layer", layer, str | None, "a path, or None")
     check_type("mesh_axis", mesh_axis, str | None, "a mesh axis or None")
-    dims = (*range(_checked_axis(axis)), mesh_axis, ...)
+    # No array has more dimensions: numpy's have 64.
+    dims = (*range(integer("axis", axis, 0, 63)), mesh_axis, ...)
     if not at:
         if layer is not None:
             raise ValueError(
@@ -279,53 +254,5 @@ def stacked(
                 r"the tree's own paths, or give a Companion('^(.*)$', r'LAYER/\1', (None, ...))"
             )
         return Companion("^(.*)$", r"\g<1>", dims)
-    return _relocated(re.escape(at), (layer or f"{at}/*").replace("*", "0"), dims)
-
-
-def unstacked(at: str, layer: str | None = None, *, axis: int = 0) -> Companion:
-    r"""Apply rules for stacked layers to a tree of single ones: the inverse of `stacked`.
-
-    Args:
-        at: The path of the stack that the rules are for, without what is above it. "" is the root.
-        layer: The path of a layer in the tree, with `*` for its number. Default: `{at}/*`.
-        axis: The dimension of the stack in the rules' specs. Default: 0.
-
-    Returns:
-        For `plan(..., companions=...)`.
-
-    Raises:
-        ValueError: axis is negative, or above 63.
-
-    Example:
-        >>> import jax
-        >>> import shardrules as sr
-        >>> rules = [("layers/wq", (None, "fsdp", "tp"))]
-        >>> tree = {"layers": [{"wq": jax.ShapeDtypeStruct((512, 512), "bfloat16")}]}
-        >>> mesh = {"fsdp": 8, "tp": 4}
-        >>> plan = sr.plan(tree, rules, mesh, companions=[sr.unstacked("layers")])
-        >>> tuple(plan.specs()["layers"][0]["wq"])
-        ('fsdp', 'tp')
-    """
-    _check_places(at, layer)
-    dims = (*range(_checked_axis(axis)), axis + 1, ...)
-    place = layer or (f"{at}/*" if at else "*")
-    pattern = re.escape(place).replace(r"\*", "[0-9]+")
-    if not at:
-        above = "(^|[./])" if layer else "(^)"
-        return Companion(rf"{above}{pattern}(?:[./]|$)", r"\g<1>", dims)
-    return _relocated(pattern, at, dims)
-
-
-def _relocated(pattern: str, base: str, dims: tuple[Dim | EllipsisType, ...]) -> Companion:
-    escaped = base.replace("\\", r"\\")
-    return Companion(rf"(^|[./]){pattern}([./]|$)", rf"\g<1>{escaped}\g<2>", dims)
-
-
-def _check_places(at: object, layer: object) -> None:
-    check_type("at", at, str, "a path")
-    check_type("layer", layer, str | None, "a path, or None")
-
-
-def _checked_axis(axis: int) -> int:
-    # No array has more dimensions: numpy's have 64.
-    return integer("axis", axis, 0, 63)
+    of_layer = (layer or f"{at}/*").replace("*", "0").replace("\\", r"\\")
+    return Companion(rf"(^|[./]){re.escape(at)}([./]|$)", rf"\g<1>{of_layer}\g<2>", dims)

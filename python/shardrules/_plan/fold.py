@@ -1,7 +1,7 @@
 """Patterns of sibling paths: `layers/{0..60}/w` stands for `layers/0/w` to `layers/60/w`.
 
 Paths of one group that differ only in numbers become one pattern, which stands for exactly these
-paths.
+paths. Users write paths so, too, or as globs, or the ends of paths.
 """
 
 from __future__ import annotations
@@ -14,15 +14,22 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from shardrules import _core
-from shardrules._base.text import shown
+from shardrules._base.text import brief, near_shown, printable, shown
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+    from shardrules._plan.plan import Plan
 
 _HOLE: Final = "\0#"
 _NUL: Final = "\0" + "0"
 # {{ and }} are braces of the path; {0..3,7} is a set of numbers.
 _PARTS: Final = re.compile(r"\{\{|\}\}|\{([0-9][0-9.,]*)\}|[^{}]+")
+_MOST_CANDIDATES: Final = 10
+_WILDCARDS: Final = {"*": ".*", "?": "."}
+# Components of a path begin or end with one of these, in all dialects.
+_SEPARATORS: Final = "/.[]"
+_COMPONENT: Final = re.compile(r"[^/.\[\]'\"]+")
 
 
 class Folded(NamedTuple):
@@ -258,3 +265,95 @@ def expanded(pattern: str, most: int, most_text: int) -> list[str]:
 def text_length(path: str) -> int:
     """Count the characters of the path, non-ASCII ones escaped."""
     return len(path) if path.isascii() else len(ascii(path))
+
+
+class _PathError(KeyError):
+    """A path that means no leaf, or several; `str` of a KeyError would show the message quoted."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class PathMatch(NamedTuple):
+    """The leaves that a path means, which are alike: all of one folded path."""
+
+    row: int
+    """The first of them."""
+    leaves: int
+    """How many they are."""
+
+
+def row_of(plan: Plan, path: str) -> int:
+    """Return the row of this path; of a folded one, that of the first of its leaves."""
+    match = _exact_match(plan, path)
+    if match is None:
+        raise _PathError(_no_such_path(plan, path))
+    return match.row
+
+
+def find(plan: Plan, path: str) -> PathMatch:
+    """Return the leaves of this path, which may be folded, a glob, the end of paths or inside them.
+
+    Raises:
+        KeyError: No leaf has this path, or leaves of several folded paths have it; the message has
+            the nearest ones, or all of them.
+    """
+    match = _exact_match(plan, path)
+    if match is not None:
+        return match
+    rows = _rows_like(path, plan) if path else []
+    if not rows:
+        raise _PathError(_no_such_path(plan, path))
+    folded = plan.folded
+    of_row = np.zeros(len(plan.paths), np.intp)
+    for i, siblings in enumerate(folded):
+        of_row[siblings.rows] = i
+    candidates = np.unique(of_row[rows]).tolist()
+    if len(candidates) > 1:
+        rest = len(candidates) - _MOST_CANDIDATES
+        texts = ", ".join(printable(folded[i].pattern) for i in candidates[:_MOST_CANDIDATES])
+        raise _PathError(
+            f"{brief(path)} is ambiguous: it may be any of {len(candidates)} folded paths: {texts}"
+            f"{f' and {rest} more' if rest > 0 else ''}; give more of the path"
+        )
+    return PathMatch(rows[0], len(rows))
+
+
+def _exact_match(plan: Plan, path: str) -> PathMatch | None:
+    row = plan._leaves.rows.get(path)
+    if row is not None:
+        return PathMatch(row, 1)
+    folded = next((folded for folded in plan.folded if folded.pattern == path), None)
+    return None if folded is None else PathMatch(int(folded.rows[0]), len(folded.rows))
+
+
+def _rows_like(path: str, plan: Plan) -> list[int]:
+    """Return the rows of the paths that this one fits as a whole, or else at their end, or inside.
+
+    A set of numbers is that of a folded path. Inside components count alone, as another dialect may
+    have written the path.
+    """
+    regex = "".join(_WILDCARDS.get(char) or re.escape(char) for char in re.sub(r"\*+", "*", path))
+    # An end begins with a component: before a separator, or after one.
+    begin = "" if path[0] in _SEPARATORS else f"[{re.escape(_SEPARATORS)}]"
+    searches = [rf"\A(?:{regex})\Z", rf"{begin}(?:{regex})\Z"]
+    if (components := _COMPONENT.findall(path)) and not re.search(r"[*?{}]", path):
+        between = r"[/.\[\]'\"]+"
+        inside = between.join(map(re.escape, components))
+        searches.append(rf"(?:\A|{between})(?:{inside})(?:\Z|{between})")
+    for searched in searches:
+        fits = re.compile(searched, re.DOTALL).search
+        rows = [row for row, other in enumerate(plan.paths) if fits(other)]
+        if not rows and "{" in path:
+            rows = [row for of in plan.folded if fits(of.pattern) for row in of.rows.tolist()]
+        if rows:
+            return rows
+    return []
+
+
+def _no_such_path(plan: Plan, path: str) -> str:
+    patterns = [folded.pattern for folded in plan.folded]
+    components = set(_COMPONENT.findall(path))
+    sharing = [other for other in patterns if components & set(_COMPONENT.findall(other))]
+    near = near_shown(path, patterns) or near_shown(path, sharing, least=0)
+    return f"no leaf has the path {brief(path)}{near or '; plan.paths lists them'}"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from shardrules._base.specs import Dim
 from shardrules._plan.companions import (
@@ -31,8 +31,6 @@ from shardrules._plan.leaves import (
 )
 from shardrules._rules.dialects import EFORMER
 from shardrules._rules.rules import Rules, remembered_rules
-
-_T = TypeVar("_T")
 
 
 def with_companions(leaves: Leaves, rules: Rules, companions: tuple[Companion, ...]) -> Leaves:
@@ -100,7 +98,7 @@ def links_of(leaves: Leaves, companions: tuple[Companion, ...]) -> dict[int, tup
             base = base_path(companion, place.path)
             dims = dims_at(companion, place.path, place.shape, shapes.get(base))
             rank = None if place.shape is None else len(place.shape)
-            link = Link(companion, base, DimStep(dims, companion.blocks, rank))
+            link = Link(companion, base, DimStep(dims, rank))
             links[place.row] = (*links.get(place.row, ()), link)
             shape = shapes.get(base) or _shape_of_base(place.shape, dims)
             if shape is not None:
@@ -161,23 +159,20 @@ def _closed(named: tuple[Dim, ...], count: int) -> tuple[Dim, ...]:
     return (*named, *range(following, following + count))
 
 
-def combined(steps: tuple[DimStep, ...], entries: int) -> tuple[tuple[Dim, ...], tuple[int, ...]]:
-    """Combine steps to a leaf's dims and blocks; the base's spec has that many entries."""
+def combined(steps: tuple[DimStep, ...], entries: int) -> tuple[Dim, ...]:
+    """Combine steps to a leaf's dims; the base's spec has that many entries."""
     dims: tuple[Dim, ...] = tuple(range(entries))
-    blocks: tuple[int, ...] = ()
     for place, step in enumerate(reversed(steps)):
         before = dims if place == 0 else _without_end(dims, entries)
         named, _ = named_dims(step.dims)
         rank = len(named) + len(before) if step.rank is None else step.rank
-        after = dims_for(step.dims, rank, len(before))
-        blocks = tuple(
-            _item_or(step.blocks, i, 1) * (_item_or(blocks, dim, 1) if isinstance(dim, int) else 1)
-            for i, dim in enumerate(after)
-        )
+        dims = _dims_for(step.dims, rank, len(before))
         if place:
-            after = tuple(_item_or(before, d, None) if isinstance(d, int) else d for d in after)
-        dims = after
-    return dims, blocks
+            dims = tuple(
+                dim if not isinstance(dim, int) else before[dim] if dim < len(before) else None
+                for dim in dims
+            )
+    return dims
 
 
 def _without_end(dims: tuple[Dim, ...], entries: int) -> tuple[Dim, ...]:
@@ -186,11 +181,7 @@ def _without_end(dims: tuple[Dim, ...], entries: int) -> tuple[Dim, ...]:
     return dims[: max((place + 1 for place, cut in enumerate(is_cut) if cut), default=0)]
 
 
-def _item_or(values: tuple[_T, ...], place: int, otherwise: _T) -> _T:
-    return values[place] if place < len(values) else otherwise
-
-
-def dims_for(dims: Dims, rank: int, entries: int) -> tuple[Dim, ...]:
+def _dims_for(dims: Dims, rank: int, entries: int) -> tuple[Dim, ...]:
     """Return the dims of a leaf of this rank; the base's spec has that many entries.
 
     Surplus entries are kept, so that the correction reports them.

@@ -14,8 +14,19 @@ import numpy as np
 from shardrules._base.correction import Correction
 from shardrules._base.dtypes import bits_of, is_inexact
 from shardrules._base.rule_specs import RuleSpec
+from shardrules._base.specs import is_partition_spec
 from shardrules._base.text import brief, shown
+from shardrules._core import resolve_all
+from shardrules._place.boxes import (
+    box_types,
+    named_array_types,
+    open_boxes,
+    unboxed,
+    unboxed_with_names,
+    variable_types,
+)
 from shardrules._place.memory import memory_apart
+from shardrules._place.named_arrays import NO_RULES, by_row, names_beside
 from shardrules._place.spec_trees import (
     broadcast_specs,
     is_named_sharding,
@@ -24,6 +35,7 @@ from shardrules._place.spec_trees import (
 )
 from shardrules._plan.fold import Folded, Templates, fold, runs_of, templates_of
 from shardrules._rules.dialects import EFORMER, Dialect
+from shardrules._rules.names import checked_names
 from shardrules._rules.rules import Rules, matcher_of
 
 if TYPE_CHECKING:
@@ -33,6 +45,7 @@ if TYPE_CHECKING:
     from shardrules._plan.companions import Companion, DimStep, Link
     from shardrules._rules.logical_rules import LogicalRules
 
+_PLAIN: Final = re.compile(r"[\w-]+")
 # In the place of a rule's index.
 NO_RULE_NEEDED: Final = -1
 UNMATCHED: Final = -2
@@ -311,6 +324,103 @@ def grouped(keys: Iterable[_Key]) -> tuple[list[_Key], np.ndarray[tuple[int], np
     numbers: dict[_Key, int] = {}
     column = [numbers.setdefault(key, len(numbers)) for key in keys]
     return list(numbers), np.array(column, np.int32)
+
+
+def survey_named(tree: Any, rules: LogicalRules, names: Any = None) -> Leaves:
+    """Walk the tree once, for these rules.
+
+    Raises:
+        TypeError: Nothing has names, or something else stands in their place.
+        ValueError: The names do not fit the tree, or are for paths that are not there; or as
+            `survey`.
+    """
+    if names is not None:
+        leaves = replace(survey(tree, NO_RULES), rules=rules)
+        return _with_names(leaves, names_beside(leaves.tree, leaves.paths, names))
+    from jax.tree_util import tree_leaves
+
+    boxes = unboxed_with_names(tree)
+    leaves = survey(boxes.tree, NO_RULES)
+    names = by_row(tree_leaves(leaves.tree), boxes.names_of_arrays())
+    return _with_names(replace(leaves, rules=rules, tree=boxes.boxed(leaves.tree)), names)
+
+
+def _with_names(leaves: Leaves, names: list[Any]) -> Leaves:
+    """Return the leaves with their kinds told apart by their names as well."""
+    numbers: dict[tuple[Any, int], int] = {}
+    types: list[LeafType] = []
+
+    def number(value: Any, kind: int) -> int:
+        checked = None if value is None else checked_names(value)
+        index = numbers.setdefault((checked, kind), len(types))
+        if index == len(types):
+            types.append(leaves.types[kind]._replace(rule=NO_RULE_NEEDED, names=checked))
+        return index
+
+    if list in set(map(type, names)):
+        names = [tuple(value) if type(value) is list else value for value in names]
+    kinds = leaves.kind_of.tolist()
+    try:
+        kind_of = resolve_all(names, kinds, {}, number)
+    except TypeError:  # something is no names, or cannot be hashed
+        kind_of = []
+        for path, value, kind in zip(leaves.paths, names, kinds, strict=True):
+            try:
+                kind_of.append(number(value, kind))
+            except TypeError as error:
+                raise TypeError(f"names: {path}: {error}") from None
+    return replace(leaves, kind_of=np.array(kind_of, np.int32), types=types)
+
+
+def has_names(tree: Any) -> bool:
+    """Tell whether an array of the tree has logical axis names; free without such libraries."""
+    return _may_have_boxes() and any(unboxed(tree).names)
+
+
+def axes_said(tree: Any, rows: Any) -> dict[int, tuple[Any, ...]]:
+    """Return what boxes and Variables say of the dimensions of their arrays, by row.
+
+    Args:
+        tree: The tree.
+        rows: The number of its row for each of its leaves, in a tree with or without the boxes.
+    """
+    if not _may_have_boxes():
+        return {}
+    from jax.tree_util import tree_leaves
+
+    said = zip(tree_leaves(rows), open_boxes(tree).names_of_arrays(), strict=True)
+    return {
+        row: tuple(names)
+        for row, names in said
+        if isinstance(names, tuple | list) or is_partition_spec(names)
+    }
+
+
+def _may_have_boxes() -> bool:
+    return bool(box_types() or variable_types() or named_array_types())
+
+
+def check_rules_are_for_paths(leaves: Leaves, rules: Rules, tree: Any) -> None:
+    """Check that rules for paths are not logical axis rules for the tree's boxes.
+
+    Raises:
+        TypeError: Each pattern is a plain word that is a name in a box or Variable of the tree, or
+            that matches no path.
+    """
+    patterns = [pattern for pattern, _ in rules]
+    if not all(isinstance(pattern, str) and _PLAIN.fullmatch(pattern) for pattern in patterns):
+        return
+    names = {name for said in axes_said(tree, leaves.tree).values() for name in said}
+    if names.isdisjoint(patterns):
+        return
+    matches_nothing = set(matcher_of(rules).coverage_of_paths(leaves.paths).dead)
+    if all(p in names or index in matches_nothing for index, p in enumerate(patterns)):
+        raise TypeError(
+            "the rules are for the logical axis names in the tree's boxes, such as "
+            f"{next(p for p in patterns if p in names)!r}, and here patterns are searched for in "
+            "paths. Give shardrules.LogicalRules(rules); if they are patterns of paths, unbox the "
+            "tree first"
+        )
 
 
 class _RoleNames(NamedTuple):

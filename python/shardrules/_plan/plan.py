@@ -34,15 +34,13 @@ from shardrules._place.mesh import AnyMesh, MeshLike, has_devices, resolve_mesh
 from shardrules._place.shardings import Decided
 from shardrules._plan.align import PlannedLeaves, leaves_in_plan, put_as_planned, survey_planned
 from shardrules._plan.findings import NOTHING, CheckKind, Declared, Findings, Level, all_declared
-from shardrules._plan.fold import Folded
+from shardrules._plan.fold import Folded, find, row_of
 from shardrules._plan.kinds import DEFAULT_LARGE, Kind, Spec, coverage_of
-from shardrules._plan.leaves import Leaves, decided_by_specs, redecided, survey
+from shardrules._plan.leaves import Leaves, axes_said, decided_by_specs, redecided, survey
 from shardrules._plan.memory import DeviceBytes, Training, hbm_bytes
-from shardrules._plan.names import axes_said
 from shardrules._plan.report import HasSection, Page, plan_page, plan_text, table_html
 from shardrules._plan.resolve import OnMesh, SizedMesh, put_by_rules, sized_mesh
 from shardrules._plan.state import (
-    Zero1,
     find_parameters,
     leaves_with_gradients,
     put_gradients,
@@ -229,7 +227,7 @@ class Plan(Decider):
         return Plan._of(partial(put_by_rules, leaves), self._mesh)
 
     def for_optimizer(
-        self, state: Any, *, zero1: str | Zero1 | None = None, memory_kind: MemoryKind | None = None
+        self, state: Any, *, zero1: str | None = None, memory_kind: MemoryKind | None = None
     ) -> Plan:
         """Plan an optimizer's state: each leaf is cut as its parameter is.
 
@@ -252,8 +250,7 @@ class Plan(Decider):
             zero1: A mesh axis to cut what follows a parameter by as well, as in ZeRO-1, unless it
                 does so already: along the dimension that divides and of which each device holds
                 most, the first of equals. `RuleSpec.units` do not bind it. In a tree with leaves
-                of an optimizer's state, by the names of `DeviceBytes`, those alone are cut. A
-                `Zero1` says otherwise which dimension it is, as `shardrules.compat.maxtext.ZERO1`.
+                of an optimizer's state, by the names of `DeviceBytes`, those alone are cut.
             memory_kind: The memory of all of the state, such as "pinned_host"; in a tree with
                 leaves of an optimizer's state, of those alone. Default: the parameters'.
 
@@ -277,7 +274,7 @@ class Plan(Decider):
                 "state is None; give the optimizer's state, such as "
                 "jax.eval_shape(optimizer.init, params); one without arrays is ()"
             )
-        check_type("zero1", zero1, str | Zero1 | None, "a mesh axis, a Zero1 or None")
+        check_type("zero1", zero1, str | None, "a mesh axis or None")
         check_memory_kind("memory_kind", memory_kind)
         is_boxed = isinstance(self.rules, LogicalRules)
         leaves = survey(
@@ -286,28 +283,23 @@ class Plan(Decider):
         said = axes_said(state, leaves.tree)
         if all(leaf.shape is None for leaf in leaves.types):
             check_arrays("state", state)
-        cut_by = Zero1(zero1) if isinstance(zero1, str) else zero1
         with_parameters = find_parameters(self._leaves, leaves, said)
-        on_mesh = partial(put_state, self, with_parameters, cut_by, memory_kind)
+        on_mesh = partial(put_state, self, with_parameters, zero1, memory_kind)
         return Plan._of(on_mesh, self._mesh, self._declared)
 
-    def for_gradients(self, dtype: Any = None, *, unreduced: Iterable[str] = ()) -> Plan:
+    def for_gradients(self, dtype: Any = None) -> Plan:
         """Plan the parameters' gradients: the same tree and specs, on the device.
 
         Gradients are those of real and complex numbers, and of parameters: what `DeviceBytes`
-        counts as the optimizer's or as activations has none. In the tree, None stands for a leaf
+        counts as the optimizer's has none. In the tree, None stands for a leaf
         without gradient. If a parameter's spec has `reduced` axes, the gradient's has them as
         `unreduced`, and the other way about, as in JAX.
 
         Args:
             dtype: Their dtype, such as "float32" for accumulators. Default: the parameters' own.
-            unreduced: Mesh axes of type Explicit over which the gradients are not summed up yet,
-                such as those of micro-batches. An axis that cuts a parameter cuts its gradient
-                instead.
 
         Raises:
-            ValueError: No leaf has a gradient, the dtype is unknown, or an axis is not in the mesh
-                or not Explicit, or this version of JAX has no unreduced axes.
+            ValueError: No leaf has a gradient, or the dtype is unknown.
 
         Example:
             >>> import jax, shardrules as sr
@@ -320,7 +312,7 @@ class Plan(Decider):
         """
         checked = None if dtype is None else given_dtype("dtype", dtype)
         leaves = leaves_with_gradients(self._leaves, checked)
-        on_mesh = partial(put_gradients, self, leaves, strings("unreduced", unreduced))
+        on_mesh = partial(put_gradients, self, leaves)
         return Plan._of(on_mesh, self._mesh, self._declared)
 
     def check(
@@ -547,10 +539,10 @@ class Plan(Decider):
             >>> why.path, why.leaves, plan.explain("layers/*/w") == why
             ('layers/0/up/w', 4, True)
         """
-        from shardrules._plan import explain, path_query
+        from shardrules._plan import explain
 
         check_type("path", path, str, _PATH)
-        return explain.explanation(self, *path_query.find(self, path))
+        return explain.explanation(self, *find(self, path))
 
     def specs(self) -> Any:
         """Return the tree of PartitionSpecs, corrected; those of `named_shardings`.
@@ -730,10 +722,8 @@ class Plan(Decider):
         return self.sources[self._row(path)]
 
     def _row(self, path: str) -> int:
-        from shardrules._plan import path_query
-
         check_type("path", path, str, _PATH)
-        return path_query.row_of(self, path)
+        return row_of(self, path)
 
     def _declaring(self, declared: Declared) -> Plan:
         """Return the same plan, with what `check` is to know about its rules."""

@@ -14,8 +14,13 @@ from shardrules._place.mesh import MeshLike, resolve_mesh
 from shardrules._plan.align import survey_planned
 from shardrules._plan.companions import Companion
 from shardrules._plan.following import with_companions
-from shardrules._plan.leaves import decided_by_specs, mesh_of_shardings, survey
-from shardrules._plan.names import check_rules_are_for_paths, survey_named
+from shardrules._plan.leaves import (
+    check_rules_are_for_paths,
+    decided_by_specs,
+    mesh_of_shardings,
+    survey,
+    survey_named,
+)
 from shardrules._plan.plan import Plan
 from shardrules._plan.resolve import put_by_rules, sized_mesh
 from shardrules._rules.rules import Rules
@@ -84,8 +89,9 @@ def plan(
     if isinstance(decider, ByNames):
         leaves = survey_named(tree, decider.rules, names)
     elif isinstance(decider, ByPaths):
-        check_rules_are_for_paths(decider.rules, tree)
-        leaves = with_companions(survey(tree, decider.rules), decider.rules, records)
+        leaves = survey(tree, decider.rules)
+        check_rules_are_for_paths(leaves, decider.rules, tree)
+        leaves = with_companions(leaves, decider.rules, records)
     else:
         leaves = decided_by_specs(survey(tree, Rules(())), rules, correction)
     planned = Plan._of(partial(put_by_rules, leaves), on)

@@ -114,10 +114,10 @@ def _derived_spec(
     of_base: SpecOnMesh | SpecByShape, shape: tuple[int, ...], steps: tuple[DimStep, ...]
 ) -> tuple[SpecOnMesh | SpecByShape, str]:
     """Return (the spec of leaves that follow a base with this spec, its origin)."""
-    dims, blocks = combined(steps, len(of_base.spec))
+    dims = combined(steps, len(of_base.spec))
     cut = tuple(None if size == 1 else dim for size, dim in zip(shape, dims, strict=False))
     return (
-        of_base.with_dims((*cut, *dims[len(shape) :]), blocks),
+        of_base.with_dims((*cut, *dims[len(shape) :])),
         f"the rule of what it follows, dims {dims_shown(dims[: len(shape)])} of its spec",
     )
 

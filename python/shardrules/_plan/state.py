@@ -7,13 +7,12 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._base.arguments import check_choices, check_type, strings
 from shardrules._base.dtypes import bits_of, is_inexact
 from shardrules._base.rule_specs import MemoryKind
 from shardrules._base.specs import (
@@ -29,13 +28,12 @@ from shardrules._base.specs import (
     with_entries,
     with_tags,
 )
-from shardrules._base.text import brief, mesh_shown, without_defaults
+from shardrules._base.text import brief
 from shardrules._place.mesh import has_devices
 from shardrules._place.shardings import check_memory_on_mesh
 from shardrules._plan.align import check_distinct
 from shardrules._plan.kinds import REPLICATED, Fit, Kind, Spec, axes_named, kind_of
-from shardrules._plan.leaves import NO_RULE_NEEDED, LeafType, Leaves, grouped
-from shardrules._plan.names import axes_said
+from shardrules._plan.leaves import NO_RULE_NEEDED, LeafType, Leaves, axes_said, grouped
 from shardrules._plan.resolve import SizedMesh, bound_rules
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.names import checked_names
@@ -43,45 +41,6 @@ from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
-
-
-@dataclass(frozen=True, slots=True)
-class Zero1:
-    """ZeRO-1 as a library has it, for `Plan.for_optimizer`: which dimension gets the mesh axis.
-
-    Only dimensions are looked at whose part on a device the axis divides.
-
-    Args:
-        axis: The mesh axis, such as that of the data.
-        dim: The dimension of which each device holds most, or the first. Of equals the first.
-        place: The axis's place among others that cut the dimension: behind them ("inner"), so that
-            each device holds a part of the parameter's shard, or before them ("outer").
-        not_with: Mesh axes beside which it does not stand.
-
-    Raises:
-        ValueError: `dim` or `place` is something else.
-        TypeError: A name is not a string.
-
-    Example:
-        >>> import jax, shardrules as sr
-        >>> params = {"w": jax.ShapeDtypeStruct((8, 16), "float32")}
-        >>> plan = sr.plan(params, [("w", "fsdp")], {"data": 2, "fsdp": 2})
-        >>> first = sr.Zero1("data", dim="first", place="outer")  # as MaxText does it
-        >>> plan.for_optimizer({"mu": params}, zero1=first).specs()["mu"]["w"][0]
-        ('data', 'fsdp')
-    """
-
-    axis: str
-    dim: Literal["largest", "first"] = "largest"
-    place: Literal["inner", "outer"] = "inner"
-    not_with: tuple[str, ...] = ()
-
-    __repr__ = without_defaults
-
-    def __post_init__(self) -> None:
-        check_type("axis", self.axis, str, "a mesh axis")
-        check_choices(self)
-        object.__setattr__(self, "not_with", strings("not_with", self.not_with))
 
 
 _Shape = tuple[int, ...]
@@ -113,7 +72,7 @@ class StateLeaves(NamedTuple):
 def put_state(
     params: Plan,
     state: StateLeaves,
-    zero1: Zero1 | None,
+    zero1: str | None,
     memory_kind: MemoryKind | None,
     mesh: SizedMesh,
 ) -> tuple[Leaves, list[Kind]]:
@@ -121,8 +80,8 @@ def put_state(
     if has_devices(mesh.form):
         check_memory_on_mesh("for_optimizer", memory_kind, mesh.form)
     params = params._on(mesh)
-    if zero1 is not None and zero1.axis not in params.axis_sizes:
-        raise ValueError(f"zero1: the mesh {params.axis_sizes} has no axis {zero1.axis!r}")
+    if zero1 is not None and zero1 not in params.axis_sizes:
+        raise ValueError(f"zero1: the mesh {params.axis_sizes} has no axis {zero1!r}")
     leaves = state.leaves
     is_state = [False] * len(leaves.paths)
     if zero1 is not None or memory_kind is not None:
@@ -364,7 +323,7 @@ def _state_kind(
     own: tuple[Any, ...] | None,
     params: Plan,
     *,
-    zero1: Zero1 | None,
+    zero1: str | None,
     memory_kind: MemoryKind | None,
 ) -> Kind:
     """Return the kind of leaves that belong to a parameter of this kind, if to any."""
@@ -385,7 +344,7 @@ def _state_kind(
         cut = _cut_by_zero1(zero1, leaf.shape, fit.spec, params.axis_sizes)
         if cut is not None:
             fit = replace(fit, spec=cut)
-            origin = f"{origin}, cut by {zero1.axis} too (ZeRO-1)"
+            origin = f"{origin}, cut by {zero1} too (ZeRO-1)"
     return kind_of(
         leaf._replace(rule=rule),
         fit,
@@ -430,26 +389,22 @@ def _part_of_spec(spec: Spec, dims: tuple[Dim, ...]) -> Spec:
 
 
 def _cut_by_zero1(
-    zero1: Zero1, shape: _Shape, spec: Spec, axis_sizes: Mapping[str, int]
+    axis: str, shape: _Shape, spec: Spec, axis_sizes: Mapping[str, int]
 ) -> Spec | None:
     """Add the axis of ZeRO-1 to the spec; None if it is there already, or nothing divides."""
-    axis = zero1.axis
     entries = [*entries_of(spec), *[None] * (len(shape) - len(spec))]
-    axes_of = [entry_axes(entry) for entry in entries]
-    if axis_sizes[axis] == 1 or any(axis in axes for axes in axes_of):
+    if axis_sizes[axis] == 1 or axis in axes_named(spec):
         return None
-    size_of = {
+    held = {
         dim: size // parts
-        for dim, size in enumerate(shape)
-        for parts in [prod(axis_sizes.get(name, 1) for name in axes_of[dim])]
-        if size and size % (parts * axis_sizes[axis]) == 0 and not is_unconstrained(entries[dim])
-        if not set(axes_of[dim]) & set(zero1.not_with)
+        for dim, (size, entry) in enumerate(zip(shape, entries, strict=False))
+        for parts in [prod(axis_sizes.get(name, 1) for name in entry_axes(entry))]
+        if size and size % (parts * axis_sizes[axis]) == 0 and not is_unconstrained(entry)
     }
-    if not size_of:
+    if not held:
         return None
-    dim = max(size_of, key=size_of.__getitem__) if zero1.dim == "largest" else min(size_of)
-    others = axes_of[dim]
-    entries[dim] = entry_of((axis, *others) if zero1.place == "outer" else (*others, axis))
+    dim = max(held, key=held.__getitem__)
+    entries[dim] = entry_of((*entry_axes(entries[dim]), axis))
     return with_entries(spec, entries)
 
 
@@ -488,51 +443,29 @@ def _without_others(params: Leaves, rows: list[int]) -> Any:
     return tree_util.tree_map(number_of.get, params.tree)
 
 
-def put_gradients(
-    params: Plan,
-    leaves: Leaves,
-    unreduced: tuple[str, ...],
-    mesh: SizedMesh,
-) -> tuple[Leaves, list[Kind]]:
+def put_gradients(params: Plan, leaves: Leaves, mesh: SizedMesh) -> tuple[Leaves, list[Kind]]:
     """Put the gradients on the mesh, where their parameters may stand already."""
     params = params._on(mesh)
-    for axis in unreduced:
-        if axis not in params.axis_sizes:
-            raise ValueError(f"unreduced: the mesh {params.axis_sizes} has no axis {axis!r}")
-        if axis not in params._mesh.explicit_axes:
-            raise ValueError(
-                f"unreduced: {axis!r} is not Explicit in the mesh {mesh_shown(params.axis_sizes)}, "
-                "and JAX leaves no other axis unreduced; make the mesh with AxisType.Explicit"
-            )
     numbers = np.unique(params.kind_of[params._leaves.rows_by_role.gradients]).tolist()
     kinds = [
-        _gradient_kind(leaf, params.kinds[number], params.axis_sizes, unreduced)
+        _gradient_kind(leaf, params.kinds[number], params.axis_sizes)
         for number, leaf in zip(numbers, leaves.types, strict=True)
     ]
     return leaves, kinds
 
 
-def _gradient_kind(
-    leaf: LeafType, parameter: Kind, axis_sizes: Mapping[str, int], unreduced: tuple[str, ...]
-) -> Kind:
+def _gradient_kind(leaf: LeafType, parameter: Kind, axis_sizes: Mapping[str, int]) -> Kind:
     spec, origin = parameter.spec, parameter.origin
-    if spec is not None:
-        spec = _gradient_spec(spec, unreduced)
-        tags = ", ".join(tags_shown(spec))
-        origin = "; ".join(filter(None, (origin, tags and f"a gradient, {tags}"))) or None
+    if spec is not None and (tags := tags_of(spec)):
+        # As in JAX, a gradient is unreduced along the axes along which its parameter is reduced.
+        swapped = {
+            "unreduced": sorted(set(tags.get("reduced", ())) - axes_named(spec)),
+            "reduced": tags.get("unreduced", []),
+        }
+        spec = with_tags(spec, {name: axes for name, axes in swapped.items() if axes})
+        told = ", ".join(tags_shown(spec))
+        origin = "; ".join(filter(None, (origin, told and f"a gradient, {told}"))) or None
     # They are made on the device, wherever the parameters are.
     return kind_of(
         leaf, parameter, axis_sizes, spec=spec, _counted=None, origin=origin, memory_kind=None
     )
-
-
-def _gradient_spec(spec: Spec, unreduced: tuple[str, ...]) -> Spec:
-    """Swap the parameter's reduced and unreduced axes, as JAX does.
-
-    An axis that cuts the parameter cuts the gradient, which is reduced over it.
-    """
-    tags = tags_of(spec)
-    terms, sums = tags.get("unreduced", []), tags.get("reduced", [])
-    rest = {*sums, *unreduced} - axes_named(spec) - set(terms)
-    swapped = {"unreduced": sorted(rest), "reduced": terms}
-    return with_tags(spec, {name: axes for name, axes in swapped.items() if axes})

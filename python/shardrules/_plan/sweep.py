@@ -18,8 +18,8 @@ from shardrules._base.text import (
     record,
 )
 from shardrules._plan.answers import Answer, Column, Section, Table
-from shardrules._plan.axis_uses import data_axes_among
 from shardrules._plan.memory import Training, guess_shown
+from shardrules._plan.path_words import data_axes_among
 from shardrules._plan.resolve import sized_mesh
 from shardrules._program.topologies.topology import Topology
 

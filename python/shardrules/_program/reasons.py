@@ -10,7 +10,7 @@ from typing import Final, cast
 
 from shardrules._base.dtypes import bits_of
 from shardrules._base.specs import entry_axes
-from shardrules._plan.axis_uses import expert_axes_among, is_gathered
+from shardrules._plan.path_words import expert_axes_among, is_gathered
 from shardrules._plan.roles import experts_dim
 from shardrules._program.causes import REASONS
 from shardrules._program.collectives import Exchange, Moved, is_called

@@ -1,4 +1,4 @@
-"""MaxText's ZeRO-1 for optimizer states, as a record for `Plan.for_optimizer` and as its function.
+"""MaxText's ZeRO-1 for optimizer states, as its function.
 
 `add_data_to_sharding` is that of `maxtext.utils.sharding` of 2026, and differs in its messages
 alone. MaxText's rules are `LogicalRules` in the dialect `MAXTEXT`; its YAML is a rule file.
@@ -15,19 +15,15 @@ Example:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from shardrules._base.specs import entry_axes
 from shardrules._base.text import shown
-from shardrules._plan.state import Zero1
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, NamedSharding
 
-__all__ = ["ZERO1", "add_data_to_sharding"]
-
-ZERO1: Final = Zero1("data", dim="first", place="outer", not_with=("tensor",))
-"""MaxText's `shard_optimizer_over_data`, for `Plan.for_optimizer`: as `add_data_to_sharding`."""
+__all__ = ["add_data_to_sharding"]
 
 
 def add_data_to_sharding(mesh: Mesh, path: Any, aval: Any, sharding: Any) -> NamedSharding:

@@ -12,7 +12,7 @@ from shardrules._base.atomic_write import write_bytes
 from shardrules._base.dtypes import given_name
 from shardrules._base.mistakes import in_order
 from shardrules._plan.align import check_distinct
-from shardrules._plan.names import has_names
+from shardrules._plan.leaves import has_names
 from shardrules._plan.plan import Plan
 from shardrules._plan.planning import plan
 from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect

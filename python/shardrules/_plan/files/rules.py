@@ -31,7 +31,7 @@ from shardrules._plan.codec import (
     record_of,
     rules_of,
 )
-from shardrules._plan.companions import LORA, QUANTIZED, Companion, stacked, unstacked
+from shardrules._plan.companions import LORA, QUANTIZED, Companion, stacked
 from shardrules._plan.files.modules import file_name, is_module_form, load_object
 from shardrules._plan.files.parsers import parse_toml, parse_yaml
 from shardrules._plan.findings import NOTHING, Declared
@@ -46,11 +46,10 @@ MAXTEXT_KEY: Final = "logical_axis_rules"
 # Functions whose arguments are entries of these keys: the path of a stack, or a table.
 _STACKS: Final[Mapping[str, Any]] = {
     "stacked": (stacked, ("at", "layer", "axis", "mesh_axis")),
-    "unstacked": (unstacked, ("at", "layer", "axis")),
 }
 # In the order in which they find leaves: the base of a stacked leaf is one of a single layer, for
-# which the tables are; and rules for a stack have no single layers.
-COMPANION_KEYS: Final = ("stacked", "companions", "unstacked")
+# which the tables are.
+COMPANION_KEYS: Final = ("stacked", "companions")
 _EXAMPLE: Final = '{"rules": [["kernel", ["fsdp", "tp"]], ...]}, or [[rules]] tables in TOML'
 YAML: Final = (".yml", ".yaml")
 # Maximum bytes of memory per byte of a file: for the program of all patterns, and for the name of a
@@ -67,7 +66,6 @@ class _RuleFileTable(RuleTable):
     data_axes: Axes = ()
     stacked: Any = ()
     companions: Any = ()
-    unstacked: Any = ()
 
 
 @record

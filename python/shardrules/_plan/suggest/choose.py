@@ -10,7 +10,7 @@ from functools import cache
 from math import inf, prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from shardrules._plan.axis_uses import AxisUse, is_gathered, use_of
+from shardrules._plan.path_words import AxisUse, is_gathered, use_of
 
 if TYPE_CHECKING:
     from shardrules._plan.roles import Dims, Side

@@ -12,10 +12,10 @@ import numpy as np
 from shardrules._base.rule_specs import Fsdp, RuleSpec, plain_spec
 from shardrules._base.specs import Entries, entries_of, entry_axes, entry_of, trimmed
 from shardrules._base.text import brief, counted
-from shardrules._plan.axis_uses import is_gathered, uses_of
 from shardrules._plan.check_context import CheckContext
 from shardrules._plan.findings import NOTHING
 from shardrules._plan.kinds import DEFAULT_LARGE
+from shardrules._plan.path_words import is_gathered, uses_of
 from shardrules._plan.plan import Plan
 from shardrules._plan.suggest.choose import Axes, Cuts, choose, with_followers
 from shardrules._plan.suggest.patterns import (

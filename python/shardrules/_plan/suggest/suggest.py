@@ -12,11 +12,10 @@ from shardrules._base.mistakes import in_order
 from shardrules._base.rule_specs import plain_spec
 from shardrules._base.specs import Entries, entry_axes
 from shardrules._base.text import brief, bytes_shown, mesh_shown
-from shardrules._plan.axis_uses import AxisUse, uses_of
 from shardrules._plan.findings import Declared
 from shardrules._plan.kinds import axes_named
 from shardrules._plan.memory import hbm_bytes
-from shardrules._plan.path_words import projections
+from shardrules._plan.path_words import AxisUse, projections, uses_of
 from shardrules._plan.plan import Plan
 from shardrules._plan.planning import plan
 from shardrules._plan.suggest.draft import Draft, draft
