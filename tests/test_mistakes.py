@@ -388,7 +388,7 @@ OF_REHEARSALS = {
 }  # fmt: skip
 OF_AUDITS = {
     "values as text": (lambda: sr.audit(*sharded(), values="yes"), "values is 'yes'", "True or False"),
-    "shapes to audit": (lambda: sr.audit(TREE, PLAN.on_mesh(MESH)).raise_for(), "abstract and without sharding", "audit the arrays themselves"),
+    "shapes to audit": (lambda: sr.audit(TREE, PLAN.on_mesh(MESH)).raise_for(), "abstract and on no devices", "audit the arrays themselves"),
     "host arrays to audit": (lambda: sr.audit(ARRAYS, PLAN.on_mesh(MESH)).raise_for("warning"), "on no device", "shardrules.shard(tree, plan.shardings())"),
     "a plan for sizes to audit by": (lambda: sr.audit(ARRAYS, PLAN), "no devices to compare with", "plan.on_mesh(mesh)"),
     "another tree to audit": (lambda: sr.audit({"v": sharded()[0]["w"]}, sharded()[1]).raise_for(), "the tree lacks 1 array", "audit the tree that was planned"),
