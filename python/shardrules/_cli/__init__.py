@@ -104,6 +104,10 @@ def run() -> int:
             return int(APP.invoke(ctx))
     except click.exceptions.Exit as end:
         return end.exit_code if words else FAILED
+    except click.MissingParameter as error:
+        print_note(f"error: {printable(error.format_message()).rstrip('.')}")
+        print_note(f"{error.ctx.command.epilog if error.ctx else ''}; see --help")
+        return FAILED
     except click.UsageError as error:
         print_note(f"error: {printable(error.format_message()).rstrip('.')}; see --help")
         return FAILED

@@ -139,8 +139,11 @@ def read_jobs(path: Path) -> Jobs:
     Raises:
         FileError: The file is wrong, or no command of a job reads one of its keys.
     """
-    table = parse_toml(path, read_bytes(path, _PER_BYTE))
+    content = read_bytes(path, _PER_BYTE)
+    table = parse_toml(path, content) if content else {}
     jobs = table.get("jobs")
+    if "tool" in table:
+        raise FileError(f"{path}: [tool.shardrules] is of no use here; write [jobs.NAME]")
     with naming(path):
         check_keys("", table, ["jobs", *_parameters()])
     if not isinstance(jobs, dict) or not jobs:

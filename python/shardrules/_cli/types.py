@@ -70,6 +70,15 @@ def _names(value: str | list[str]) -> tuple[str, ...]:
     return tuple(name.strip() for name in names if name.strip())
 
 
+def _axes(value: str | list[str]) -> tuple[str, ...]:
+    names = _names(value)
+    if odd := next((name for name in names if "=" in name), None):
+        raise ValueError(
+            f"{odd!r} has a size, and all sizes are tried; write {odd.partition('=')[0]}"
+        )
+    return names
+
+
 def _bytes(value: str | int) -> int:
     return byte_count(str(value))
 
@@ -178,7 +187,7 @@ def _odd_sent(key: str) -> str:
 FILE: Final = click.Path(readable=False)  # whose names shells complete
 FILE.name = "file"
 MESH = Type("mesh", _mesh, str, dict)
-AXES, NAMES = Type("axes", _names, str, list), Type("names", _names, str, list)
+AXES, NAMES = Type("axes", _axes, str, list), Type("names", _names, str, list)
 BYTES, MEMORY = Type("bytes", _bytes, str, int), Type("bytes", _memory, str, int)
 TOPOLOGY = Type("topology", _topology)
 SHARE = Type("share", _share)

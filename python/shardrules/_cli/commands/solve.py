@@ -58,7 +58,8 @@ def solve(
                 process.hint(f"links count as whole, since {error}")
                 place = mesh
     if mesh is None or hardware is None:
-        raise ValueError("give the devices: --on v5p:8x8x8, or --mesh and --hardware")
+        missing = "--on v5p:8x8x8, or --mesh and --hardware" if mesh is None else "--hardware v5p"
+        raise ValueError(f"give the devices: {missing}")
     step = planning.trace_on(function, mesh, rules)
     if step.plan is None:
         raise ValueError(
