@@ -237,7 +237,7 @@ def test_rules_of_toml(write):
     )  # fmt: skip
     assert file.name == "llama"
     assert file.declared == {
-        "replicated": ("norm", "bias$"), "optional_axes": (), "data_axes": ("dp",)
+        "replicated": ("norm", "bias$"), "data_axes": ("dp",)
     }  # fmt: skip
     assert (file.rules.optional_axes, file.rules.min_size) == (("sp",), 1)
     assert file.rules.dialect.name == "EasyLM"

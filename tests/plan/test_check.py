@@ -138,8 +138,8 @@ def test_the_advised_correction_keeps_what_is_said(size, policy, parts):
 def test_an_absent_axis_takes_those_beside_it():
     rules = [("w", (("fsdp", "sp"), "tp")), ("v", ("tp", ("sp", "fsdp"))), ("x", ("tp", "sp"))]
     tree = {"w": LARGE, "v": LARGE, "x": LARGE}
-    dropping = sr.Rules(rules, correction=LibraryCorrection(absent="drop"))
-    found = sr.plan(tree, dropping, MESH).check(optional_axes=["sp"])
+    dropping = sr.Rules(rules, correction=LibraryCorrection(absent="drop"), optional_axes=["sp"])
+    found = sr.plan(tree, dropping, MESH).check()
     with_it, without = of_kind(found, "correction")
     # w and v have a 4th of their 16 MiB on a device, and could have a 32nd.
     assert with_it.bytes == 2 * (4 * MIB - MIB // 2)
@@ -151,8 +151,10 @@ def test_an_absent_axis_takes_those_beside_it():
         without.message == "rule 2 'x' -> P('tp', 'sp'): the mesh has no axis 'sp'; costs nothing"
     )
     assert (without.rule, without.bytes, without.level) == (2, 0, "info")
-    dropping = sr.Rules(rules, correction=LibraryCorrection(absent="drop_axis"))
-    alone = sr.plan(tree, dropping, MESH).check(optional_axes=["sp"])
+    dropping = sr.Rules(
+        rules, correction=LibraryCorrection(absent="drop_axis"), optional_axes=["sp"]
+    )
+    alone = sr.plan(tree, dropping, MESH).check()
     assert [one.bytes for one in of_kind(alone, "correction")] == [0]
     assert [one.bytes for one in of_kind(findings(tree, rules), "unknown-axis")] == [0]
 

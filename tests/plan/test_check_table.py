@@ -174,7 +174,6 @@ CORRECTION = [
         "says": "dim 1 of size 2 has 2 parts for kv=2 * rep=2 devices, which share them"}, {"kv": 2, "rep": 2}, options={"large": 1}),
     Row("no policy is advised", {"w": array(50280, 16)}, [("w", (("rows",),))], {"fix": ADVICE}, VOCABULARY),
     Row("no policy for two axes", {"w": array(50281, 16)}, [("w", (("rows", "tp"),))], {"fix": ADVICE}, VOCABULARY),
-    Row("declared", {"w": WHOLE}, [("w", ("fsdp", ("tp", "sp")))], {"level": "info", "bytes": 0}, options={"optional_axes": ["sp"]}),
     Row("declared in the rules", {"w": WHOLE}, sr.Rules([("w", ("fsdp", ("tp", "sp")))], optional_axes=["sp"]), {"level": "info", "bytes": 0}),
     Row("declared by a rule", {"w": WHOLE, "v": WHOLE},
         [("w", sr.RuleSpec(("fsdp", "sp"), optional_axes=["sp"])), ("v", ("fsdp", "sp"))], {
@@ -203,7 +202,7 @@ UNKNOWN_AXIS = [
     Row("declared by another rule", {"w": WHOLE, "v": WHOLE},
         [("w", sr.RuleSpec(("fsdp", "sp"), optional_axes=["sp"])), ("v", ("fsdp", "sp"))], {"rule": 1, "paths": ("v",)}),
     Row("one of two is declared", {"w": WHOLE}, [("w", sr.RuleSpec(("fsdp", ("sp", "ep")), optional_axes=["sp"]))], {"says": "no axis 'ep'"}),
-    Row("both are", {"w": WHOLE}, [("w", sr.RuleSpec(("fsdp", ("sp", "ep")), optional_axes=["sp"]))], None, options={"optional_axes": ["ep"]}),
+    Row("both are", {"w": WHOLE}, sr.Rules([("w", sr.RuleSpec(("fsdp", ("sp", "ep")), optional_axes=["sp"]))], optional_axes=["ep"]), None),
     Row("not of a rule that decides nothing", {"w": WHOLE}, [("w", ("fsdp", "tp")), ("x", "ep")], None),
 ]  # fmt: skip
 

@@ -486,7 +486,8 @@ class TestChecks:
         errors = self.found(("embed", "mlp"), rules).at_least("error")
         assert kinds_of(errors) == {"unknown-axis"}
         assert "rule 0 'embed' -> 'fdsp'" in errors[0].message
-        assert not self.found(("embed", "mlp"), rules, optional_axes=["fdsp"]).at_least("error")
+        declared = sr.LogicalRules(rules, optional_axes=["fdsp"])
+        assert not self.found(("embed", "mlp"), declared).at_least("error")
 
     def test_a_dimension_that_does_not_divide_is_told_with_its_rule(self):
         found = self.found(("heads", "kv"), shape=(6, 2**24))

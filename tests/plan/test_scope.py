@@ -84,6 +84,6 @@ def test_what_was_looked_at_is_told_beside_findings_and_kept():
         assert findings.scope == scope
     assert repr(sr.types.Sweep([])) == "no meshes"
     assert "nothing moves" in repr(plan().transfer(plan()))
-    findings = plan().check(replicated=["script"], optional_axes=["tp"])
+    findings = plan().check(replicated=["script"])
     assert '<b style="color:#b26a00">warning</b>[' in findings._repr_html_()
     assert "nothing found" not in str(findings)

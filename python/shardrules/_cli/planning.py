@@ -36,12 +36,13 @@ class Planned(NamedTuple):
 
 
 def plan_model(
-    source: str, how: HowToPlan, mesh: dict[str, int], declared: Declared = NOTHING
-) -> Planned:
+    source: str, how: HowToPlan, mesh: dict[str, int], declared: Declared = NOTHING,
+    optional_axes: tuple[str, ...] = (),
+) -> Planned:  # fmt: skip
     """Plan a model within the bound on memory; notes go to stderr."""
     with working(f"reading {source}"), memory_within(how.max_memory):
         file = read_rule_source(how.rules, how.dialect)
-        optional = file.rules.optional_axes + declared["optional_axes"]
+        optional = file.rules.optional_axes + optional_axes
         if isinstance(file.rules, Rules):
             given: Any = Rules(file.rules, optional_axes=optional)
         else:

@@ -350,7 +350,7 @@ def corrections(context: CheckContext) -> Iterator[Finding]:
 
 
 def _losses(context: CheckContext) -> Iterator[tuple[bool, list[tuple[Folded, Loss]]]]:
-    """Yield the losses that are one finding, and whether the mesh lacks their axes unannounced."""
+    """Yield the losses that are one finding, and whether the mesh lacks their axes undeclared."""
     groups: dict[tuple[Any, ...], list[tuple[Folded, Loss]]] = defaultdict(list)
     for part in context.folded([kind.losses for kind in context.kinds]):
         kind = context.kinds[part.group]

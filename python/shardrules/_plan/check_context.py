@@ -132,7 +132,6 @@ class CheckContext:
         self.data_axes = frozenset(declared["data_axes"])
         self.head_dim = head_dim
         self.hbm = hbm
-        self._optional_axes = {*declared["optional_axes"], *plan.rules.optional_axes}
         self._declared = compiled_replicated(declared["replicated"])
 
     @cached_property
@@ -255,7 +254,7 @@ class CheckContext:
     def optional_axes_of(self, rule: int | None) -> frozenset[str]:
         """Return the mesh axes that a mesh may lack, as far as this rule is concerned."""
         declared = () if rule is None else rule_spec(self.plan.rules[rule][1]).optional_axes
-        return frozenset(self._optional_axes.union(declared))
+        return frozenset({*self.plan.rules.optional_axes, *declared})
 
     def rules_of(self, folded: Iterable[Folded]) -> list[int]:
         """Return the rules that decide these leaves, ascending."""

@@ -29,20 +29,17 @@ class Declared(TypedDict):
 
     replicated: tuple[str | re.Pattern[str], ...]
     """Patterns of leaves that are replicated on purpose, searched in the paths."""
-    optional_axes: tuple[str, ...]
-    """Mesh axes that a mesh may lack."""
     data_axes: tuple[str, ...]
     """Mesh axes that shard only batches and sequences."""
 
 
-NOTHING: Final = Declared(replicated=(), optional_axes=(), data_axes=())
+NOTHING: Final = Declared(replicated=(), data_axes=())
 
 
 def all_declared(first: Declared, second: Declared) -> Declared:
     """Return the declarations of both."""
     return Declared(
         replicated=first["replicated"] + second["replicated"],
-        optional_axes=first["optional_axes"] + second["optional_axes"],
         data_axes=first["data_axes"] + second["data_axes"],
     )
 

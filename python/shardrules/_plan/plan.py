@@ -320,7 +320,6 @@ class Plan(Decider):
         *,
         large: float | str = DEFAULT_LARGE,
         replicated: Iterable[str | re.Pattern[str]] = (),
-        optional_axes: Iterable[str] = (),
         data_axes: Iterable[str] = (),
         head_dim: int | None = None,
         hbm: float | str | None = None,
@@ -345,7 +344,6 @@ class Plan(Decider):
                 Default: 16 MiB. What is large only together with others must also be more than 2 %
                 of the fullest device's bytes.
             replicated: Patterns, searched in the paths, of leaves that are meant to be replicated.
-            optional_axes: Axes that the mesh may lack, beside those of the rules: they are dropped.
             data_axes: Mesh axes that cut batches and sequences alone, such as "dp".
             head_dim: Size of an attention head. Default: that of a `q_norm` or `k_norm` beside the
                 projections, if there is one.
@@ -373,18 +371,11 @@ class Plan(Decider):
         patterns = as_tuple("replicated", replicated, "patterns")
         if patterns:
             check_items("replicated", patterns, str | re.Pattern, "a pattern")
-        arguments = Declared(
-            replicated=patterns,
-            optional_axes=strings("optional_axes", optional_axes),
-            data_axes=strings("data_axes", data_axes),
-        )
+        arguments = Declared(replicated=patterns, data_axes=strings("data_axes", data_axes))
         declared = all_declared(self._declared, arguments)
         size = None if head_dim is None else integer("head_dim", head_dim, least=1)
-        plan = self
-        if any(loss.is_error for kind in self.kinds for loss in kind.losses):
-            plan = self._on(self._mesh._replace(may_lack=frozenset(declared["optional_axes"])))
         return check.run_checks(
-            plan,
+            self,
             large=byte_size("large", large),
             declared=declared,
             head_dim=size,

@@ -54,8 +54,8 @@ def check(
     from shardrules._plan.files.rules import rule_places
     from shardrules._plan.findings import Declared, Findings
 
-    declared = Declared(replicated=replicated, optional_axes=optional_axes, data_axes=data_axes)
-    plan, _, rules = planning.plan_model(model, how, mesh, declared)
+    declared = Declared(replicated=replicated, data_axes=data_axes)
+    plan, _, rules = planning.plan_model(model, how, mesh, declared, optional_axes)
     findings = plan.check(**rules.declared, large=large, head_dim=head_dim, levels=level)
     over = _over(plan, memory, budget, level.get("memory", "error"))
     findings = Findings([*over, *findings], findings.scope)

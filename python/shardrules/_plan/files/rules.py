@@ -190,7 +190,7 @@ def _read_table(path: Path, table: _RuleFileTable, dialect: Any) -> RuleFile:
     for index, pattern in enumerate(table.replicated):
         check_length(f"replicated[{index}]: ", pattern)
         compiled(f"replicated[{index}]: ", pattern)
-    declared = Declared(replicated=table.replicated, optional_axes=(), data_axes=table.data_axes)
+    declared = Declared(replicated=table.replicated, data_axes=table.data_axes)
     stem = Path(path.name.removesuffix(".gz")).stem
     return RuleFile(rules, declared, _companions(table), stem)
 

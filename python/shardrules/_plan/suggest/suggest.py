@@ -133,7 +133,7 @@ def suggest(
     rules, result = _decided_rows(model, bare.with_rules(given), units)
     data_axes = tuple(axis for axis, use in uses.items() if use == "data")
     spared = _spared(result, units, uses)
-    declared = Declared(replicated=spared, optional_axes=(), data_axes=data_axes)
+    declared = Declared(replicated=spared, data_axes=data_axes)
     _check_room(result, hbm_bytes(hbm), moments)
     return Suggestion(result._declaring(declared), tuple(_rule_reasons(rules)), declared)
 

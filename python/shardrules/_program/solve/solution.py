@@ -480,7 +480,7 @@ def suggestion_of(result: Plan, step: Step) -> Suggestion:
     used = frozenset().union(*(axes_named(kind.spec) for kind in result.kinds))
     whole = tuple(str(pattern) for pattern, value in result.rules if plain_spec(value) == Entries())
     unused = tuple(axis for axis in result.axis_sizes if axis not in used)
-    declared = Declared(replicated=whole, optional_axes=(), data_axes=unused)
+    declared = Declared(replicated=whole, data_axes=unused)
     return Suggestion(result._declaring(declared), tuple(_reasons(result, step)), declared)
 
 
