@@ -1,4 +1,4 @@
-"""Compares what `prove` and `trace` say of steps with one GPU: docs/pod.md has the table.
+"""Compares what `prove` and `trace` say of steps with one GPU.
 
     JAX_PLATFORMS=cpu SHARDRULES_CACHE=off python -m benchmarks.on_gpu h100:1
 

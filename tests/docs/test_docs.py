@@ -45,10 +45,8 @@ SLOW_PAGES = [
 NOT_RUN = {
     "docs/pod.md": [
         "the time differs; tests/tpu runs the example",
-        "train is yours; tests/tpu runs such a command",
         "it needs the compiler for CUDA; tests/cuda proves such a step",
     ],
-    "docs/budgets.md": ["train is yours; tests/tpu runs the same options on a step of its own"],
     "docs/meshes.md": [
         "needs several processes; tests/support/process_worker.py is the one that runs"
     ],
