@@ -7,9 +7,9 @@ there already is not compiled again.
 
 The models are plain JAX with the published sizes, mesh and kept arrays, splash attention and Adam.
 What a run kept in the host's memory is kept on the device; two layers are compiled and multiplied,
-with libtpu's defaults. DeepSeek V3 on tpu7x hid all that it sends: the middle of its range is 1.42 of
-the published time. Llama 4 Maverick (0.78) moves 55 GB to the host's memory and back, and is the only
-run with both experts and `tp`; the cause of its 0.78 is not known.
+with libtpu's defaults. DeepSeek V3 on tpu7x hid all that it sends: the middle of its range is 1.42
+of the published time. Llama 4 Maverick (0.78) moves 55 GB to the host's memory and back, and is the
+only run with both experts and `tp`; the cause of its 0.78 is not known.
 """
 
 from __future__ import annotations
