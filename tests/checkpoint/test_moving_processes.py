@@ -59,7 +59,7 @@ FAILURES = {
     "cut": "FileError: ",
     "disk": "FileError: ",
     "progress": "KeyboardInterrupt",
-    "bound": "ValueError: max_bytes_in_flight is 10 B",
+    "bound": "ValueError: max_bytes_in_flight is -1",
     "shard_local": "ValueError: batch: ['x'] has the shape [3], and the devices of this process hold",
 }
 DIFFERENCES = {

@@ -86,8 +86,6 @@ WRONG = {
     "a field of the path alone": (lambda: sr.Rename("h.{i}.w", "x/{layer}"),
         "path 'x/{layer}' has {layer}, and the other side has {i}; write it there, too, or take apart"),
     "a field of the name alone": (lambda: sr.Rename("h.{i}.w", "x"), "name 'h.{i}.w' has {i}, and the other side has none"),
-    "a regex": (lambda: sr.Rename(r"^model\.norm$", "norm"), "is a regex, and must be a template of the whole name"),
-    "a group": (lambda: sr.Rename("h.(?P<i>[0-9])", "x"), "is a regex, and must be a template"),
     "nothing between fields": (lambda: sr.Rename("{a}{b}", "{a}/{b}"), "nothing tells where {a} and {b} begin and end"),
     "nothing tells between words": (lambda: sr.Rename("{a:x|x_y}_{b:z|y_z}", "{a}/{b}"), "nothing tells where {a} and {b} begin and end"),
     "a word of two parts": (lambda: sr.Rename("{a:x|x.y}.{b}", "{a}/{b}"), "{a:x|x.y} has a word of several parts"),

@@ -39,7 +39,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("most", [None, 256])
+@pytest.mark.parametrize("most", ["2 GB", 256, 100])
 @pytest.mark.parametrize("to", MESHES)
 def test_to_another_mesh(to, most):
     placed = sr.shard(tree(), RULES, on(range(8), (4, 2)))
@@ -105,7 +105,7 @@ def test_donated_arrays_that_stay_are_not_deleted():
     assert not moved["w"].is_deleted()
 
 
-@pytest.mark.parametrize("most", [None, 16384])
+@pytest.mark.parametrize("most", ["2 GB", 16384])
 @pytest.mark.parametrize("is_buffer", [False, True])
 def test_one_array_under_two_paths_is_not_lost_when_donated(most, is_buffer):
     """Tied weights, or an average that begins as the parameters themselves; also in batches."""
@@ -135,13 +135,6 @@ def test_a_finite_value_does_not_become_infinite(where, renames):
     infinite = {"w": np.full((8, 8), np.inf, "float32")}
     moved = sr.reshard(infinite, P("fsdp"), mesh_of(), dtype="float16", renames=renames)
     assert np.isposinf(np.asarray(*moved.values(), "float32")).all()
-
-
-def test_a_bound_below_an_array():
-    with pytest.raises(
-        ValueError, match=r"max_bytes_in_flight is 100 B, and \['layers'\].* has 256 B: give at"
-    ):
-        sr.reshard(tree(), RULES, mesh_of(), max_bytes_in_flight=100)
 
 
 def test_the_dtype():

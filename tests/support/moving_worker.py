@@ -109,7 +109,7 @@ def load():
     reading._read_at, reading._native, reading.GAP = count, None, 0
     found = []
     for renames, wanted, most in (
-        ((), expected, None), (RENAMES, renamed(expected), None), (RENAMES, renamed(expected), 4000),
+        ((), expected, 1 << 30), (RENAMES, renamed(expected), 1 << 30), (RENAMES, renamed(expected), 4000),
     ):  # fmt: skip
         read.clear()
         loaded = sr.load(path, rules(), mesh, renames=renames, max_bytes_in_flight=most)
@@ -177,7 +177,7 @@ def fail():
         "disk": with_bad_disk,
         "another model": lambda: call(other),
         "progress": lambda: call(progress=interrupted),
-        "bound": lambda: call(max_bytes_in_flight=10),
+        "bound": lambda: call(max_bytes_in_flight=-1),
         "renames": lambda: call(renames=[sr.Rename("norm", "norm")]),
         "only": lambda: call(only="."),
         "missing": lambda: with_missing(2.0),

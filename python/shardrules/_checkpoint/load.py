@@ -14,7 +14,7 @@ import jax
 from jax import tree_util
 from jax.sharding import NamedSharding
 
-from shardrules._base.arguments import as_tuple, check_items, check_type, integer
+from shardrules._base.arguments import as_tuple, byte_size, check_items, check_type
 from shardrules._base.dtypes import RANDOM_KEYS, bits_of, given_float, key_dtype
 from shardrules._base.io import FileError
 from shardrules._base.mistakes import in_order
@@ -25,7 +25,7 @@ from shardrules._checkpoint.layouts import plain_form
 from shardrules._checkpoint.names import A_RENAME, Rename, forwards
 from shardrules._checkpoint.targets import Part, Problems, Target
 from shardrules._checkpoint.trees import Selection, checked_sharding, initial, matched
-from shardrules._checkpoint.units import Job, bytes_in_flight, bytes_to_read, fill
+from shardrules._checkpoint.units import DEFAULT_IN_FLIGHT, Job, bytes_to_read, fill
 from shardrules._place.agreement import Row, rows_of
 from shardrules._place.decider import RulesLike
 from shardrules._place.mesh import MeshLike
@@ -61,7 +61,7 @@ def load(
     only: str | re.Pattern[str] | None = None,
     missing: Any = None,
     progress: Progress | None = None,
-    max_bytes_in_flight: int | None = None,
+    max_bytes_in_flight: int | str = DEFAULT_IN_FLIGHT,
 ) -> Any:
     """Load a checkpoint of safetensors files into sharded arrays.
 
@@ -92,7 +92,8 @@ def load(
         progress: A function that is called with the bytes read so far and those that this process
             will read. Default: None.
         max_bytes_in_flight: Maximum bytes of the host's memory for what has been read and is not on
-            devices yet. Default: 2 GiB, or more if an array's part on one device takes more.
+            devices yet, such as "1GB"; an array's part on one device that takes more goes
+            alone. Default: 2 GiB.
 
     Returns:
         The tree of jax.Arrays. As on devices, 64-bit numbers are 32-bit without `jax_enable_x64`.
@@ -103,8 +104,7 @@ def load(
         FileError: There is no such checkpoint; it is damaged; it changes while it is read; or it
             does not fit the tree: all arrays that are missing, left over or of another shape are
             listed; or its new dtype lacks a finite value. A ValueError.
-        ValueError: As `named_shardings`; or an array's part on one device takes more than
-            `max_bytes_in_flight`.
+        ValueError: As `named_shardings`.
         TypeError: The mesh has no devices.
         RuntimeError: In several processes: their calls differ, or a process has failed or is late.
 
@@ -127,9 +127,7 @@ def load(
     with JointCall("load") as call:
         followed = check_items("renames", as_tuple("renames", renames, "Renames"), Rename, A_RENAME)
         wanted_dtype = None if dtype is None else given_float("dtype", dtype)
-        bound = max_bytes_in_flight
-        if bound is not None:
-            bound = integer("max_bytes_in_flight", bound, 1, what="a number of bytes")
+        most = byte_size("max_bytes_in_flight", max_bytes_in_flight)
         selection = Selection(strict, only, missing)
         if isinstance(rules, Plan):
             plan = rules if mesh is None else rules.on_mesh(mesh)
@@ -156,7 +154,6 @@ def load(
         leaves, treedef, shardings = requested_shardings(abstract, rules, mesh)
         stored = {name: _stored(leaf) for name, leaf in arrays.leaves.items()}
         jobs = _jobs_of(targets, leaves, shardings)
-        most = bytes_in_flight(jobs, stored, bound)
         call.agree(
             lambda: [
                 *_samples(stored),

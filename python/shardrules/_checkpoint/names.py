@@ -16,8 +16,6 @@ from shardrules._checkpoint.layouts import Arrangement, arrangement
 A_RENAME: Final = "a Rename, such as shardrules.Rename('layers.{layer}.w', 'layers/{layer}/w')"
 _TOKEN: Final = re.compile(r"\{\{|\}\}|\{[^{}]*\}|[{}]|[^{}]+")
 _FIELD: Final = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:(?P<many>\*)|:(?P<words>.*))?", re.DOTALL)
-# What a regex has, and a name of an array has not.
-_REGEX: Final = re.compile(r"^\^|\\[.dw\d]|\(\?|\.\*|\.\+|\$$")
 # A number of more digits is none of a layer or an expert.
 _MOST_DIGITS: Final = 9
 
@@ -98,11 +96,6 @@ class Rename:
         for keyword, values in (("sizes", self.sizes), ("resize", self.resize)):
             checked = {axis: _checked_size(keyword, axis, size) for axis, size in values.items()}
             object.__setattr__(self, keyword, checked)
-        if _REGEX.search(self.name):
-            raise ValueError(
-                f"name {self.name!r} is a regex, and must be a template of the whole name, such as "
-                "'model.layers.{layer}.weight'"
-            )
         name = template("name", self.name)
         if self.path is None:
             if self.dims or self.sizes or self.dtype or self.resize:

@@ -14,13 +14,11 @@ import numpy as np
 from jax import tree_util
 from jax.sharding import NamedSharding
 
-from shardrules._base.arguments import as_tuple, boolean, check_items, integer
+from shardrules._base.arguments import as_tuple, boolean, byte_size, check_items
 from shardrules._base.dtypes import bits_of, given_float, is_plain_float
 from shardrules._base.mistakes import in_order
-from shardrules._base.text import bytes_shown
-from shardrules._checkpoint.conversion import LossError, cast, check_kept, numpy_dtype
+from shardrules._checkpoint.conversion import LossError, cast, check_kept, made_of, numpy_dtype
 from shardrules._checkpoint.names import A_RENAME, Rename, forwards
-from shardrules._checkpoint.programs import made_of
 from shardrules._checkpoint.targets import Problems, Target
 from shardrules._checkpoint.trees import checked_sharding, matched, scales_in, shapes_and_dtypes
 from shardrules._checkpoint.units import DEFAULT_IN_FLIGHT, in_batches
@@ -60,7 +58,7 @@ def reshard(
     donate: bool = False,
     dtype: Any = None,
     renames: Iterable[Rename] = (),
-    max_bytes_in_flight: int | None = None,
+    max_bytes_in_flight: int | str = DEFAULT_IN_FLIGHT,
 ) -> Any:
     """Move a live tree to another mesh or other rules, some arrays at a time.
 
@@ -80,16 +78,15 @@ def reshard(
         renames: `Rename` templates for arrays that have other names in the result, or lie
             otherwise, as in `load`. A program is compiled for each form that is not just another
             name.
-        max_bytes_in_flight: Maximum bytes of the arrays of a batch, on all devices together.
-            Default: 2 GiB, or more if an array has more.
+        max_bytes_in_flight: Maximum bytes of the arrays of a batch, on all devices together; an
+            array that has more goes alone. Default: 2 GiB.
 
     Returns:
         The tree of jax.Arrays. With renames and rules, the new names, as `load` has them.
 
     Raises:
-        ValueError: As `shard`; or an array is larger than `max_bytes_in_flight`; or, as in `load`,
-            something does not fit the plan's tree, or a dtype lacks a finite value; or several
-            processes hold an array, and JAX cannot move it there.
+        ValueError: As `shard`; or, as in `load`, something does not fit the plan's tree, or a dtype
+            lacks a finite value; or several processes hold an array, and JAX cannot move it there.
         TypeError: As `shard`.
         RuntimeError: In several processes: their calls differ, or a process has failed or is late.
 
@@ -106,13 +103,10 @@ def reshard(
         followed = check_items("renames", as_tuple("renames", renames, "Renames"), Rename, A_RENAME)
         gives_up = boolean("donate", donate)
         name = None if dtype is None else given_float("dtype", dtype)
-        most = max_bytes_in_flight
-        if most is not None:
-            most = integer("max_bytes_in_flight", most, 1, what="a number of bytes")
+        most = byte_size("max_bytes_in_flight", max_bytes_in_flight)
         if call.joint and stays_within(tree, only_process(rules, mesh)):
             call.alone()
         abstract, moves = _moves(tree, rules, mesh, followed, name)
-        most = _bound(moves, most, abstract)
         options = f"donate={gives_up}, dtype={name}, renames={followed}, in flight={most}"
         shardings = {i: move.sharding for i, move in moves.items()}
         values, treedef = tree_util.tree_flatten(abstract)
@@ -253,17 +247,3 @@ def _made(
     if not target.is_plain:
         return made_of(target, live, dtype, sharding)
     return cast(live[target.parts[0].source], dtype)
-
-
-def _bound(moves: Mapping[int, _Move], bound: int | None, tree: Any) -> int:
-    """Return the bound, or the default."""
-    largest = max(moves, key=lambda i: moves[i].bytes, default=None)
-    size = 0 if largest is None else moves[largest].bytes
-    if bound is None:
-        return max(DEFAULT_IN_FLIGHT, size)
-    if largest is not None and size > bound:
-        raise ValueError(
-            f"max_bytes_in_flight is {bytes_shown(bound)}, and {leaf_path(tree, largest)} has "
-            f"{bytes_shown(size)}: give at least {size:,}"
-        )
-    return bound

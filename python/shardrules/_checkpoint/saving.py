@@ -16,15 +16,29 @@ import jax
 import numpy as np
 from jax import tree_util
 
-from shardrules._base.arguments import as_tuple, check_items, check_type, integer
+from shardrules._base.arguments import as_tuple, byte_size, check_items, check_type
 from shardrules._base.atomic_write import sync_directory
 from shardrules._base.dtypes import RANDOM_KEYS, SAFETENSORS, bits_of, given_name, key_dtype
 from shardrules._base.io import FileError, path_of
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import with_article
-from shardrules._checkpoint.conversion import dtype_on_devices
-from shardrules._checkpoint.names import A_RENAME, DirectedRename, Rename, backwards, forwards
-from shardrules._checkpoint.programs import made_of, made_on_host, spread_over
+from shardrules._checkpoint.conversion import (
+    dtype_on_devices,
+    made_of,
+    made_on_host,
+    spread_over,
+)
+from shardrules._checkpoint.layouts import (
+    Box,
+    Shape,
+    box_of,
+    box_shape,
+    hull_of,
+    row_major,
+    slices_in,
+    whole_box,
+)
+from shardrules._checkpoint.names import A_RENAME, Rename, backwards, forwards
 from shardrules._checkpoint.targets import Problems, Target, targets_of
 from shardrules._place.named_arrays import leaf_paths
 from shardrules._place.processes import JointCall
@@ -41,17 +55,18 @@ _PART: Final = ".part"
 _MOST_JOINED: Final = 1 << 30
 
 
-class _FilePlace(NamedTuple):
-    """An array, and where it begins in which file."""
+class _Entry(NamedTuple):
+    """An array to write, and where it begins in which file."""
 
     name: str
+    shape: Shape
+    dtype: str
     make: Callable[[], Any]
     """Returns it; one that renames rearrange is made then, to be written and forgotten."""
-    shape: tuple[int, ...]
-    dtype: str
-    file: int
-    offset: int
-    key: str
+    key: str = ""
+    """The dtype of the random keys of which it has the words."""
+    file: int = 0
+    offset: int = 0
 
     @property
     def size(self) -> int:
@@ -64,7 +79,7 @@ def save(
     path: str | os.PathLike[str],
     *,
     renames: Iterable[Rename] = (),
-    shard_bytes: int = 5_000_000_000,
+    shard_bytes: int | str = 5_000_000_000,
 ) -> None:
     """Save the arrays of a tree as safetensors files with an index, in a new directory.
 
@@ -81,7 +96,8 @@ def save(
         renames: The `Rename` templates of `load`, which `save` follows backwards: from the tree's
             paths to the checkpoint's names. All arrays must be found. An array that is rearranged
             is made on the devices, one at a time.
-        shard_bytes: Maximum bytes of the arrays in one file. A larger array has its own file.
+        shard_bytes: Maximum bytes of the arrays in one file, such as "5GB". A larger array has
+            its own file.
 
     Raises:
         FileError: The directory, or that of another save to it, exists; or it cannot be written.
@@ -111,25 +127,25 @@ def save(
         )
     folder = target.with_name(f".{target.name}.saving")
     first, made = jax.process_index() == 0, False
-    starts: list[int] = []
     try:
         with JointCall("save") as call:
             followed = check_items(
                 "renames", as_tuple("renames", renames, "Renames"), Rename, A_RENAME
             )
-            most = integer("shard_bytes", shard_bytes, 1, what="a number of bytes")
-            entries = _file_places(_arrays_to_write(tree, followed), most)
-            files = [
-                f"model-{i + 1:05}-of-{entries[-1].file + 1:05}.safetensors"
-                for i in range(entries[-1].file + 1)
-            ]
+            most = byte_size("shard_bytes", shard_bytes)
+            entries = _placed(_arrays_to_write(tree, followed), most)
+            count = entries[-1].file + 1
+            files = [_File(f"model-{i + 1:05}-of-{count:05}.safetensors",
+                           [entry for entry in entries if entry.file == i])
+                     for i in range(count)]  # fmt: skip
             if first:
                 _check_absent(target)
                 _check_absent(folder)
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 folder.mkdir()
                 made = True
-                starts = [_make_file(folder / file, entries, i) for i, file in enumerate(files)]
+                for file in files:
+                    file.make(folder)
             call.agree(
                 lambda: [
                     ("the path", str(target)),
@@ -140,13 +156,12 @@ def save(
         with JointCall("save", "while it was writing") as call:
             if not first:
                 _check_shared(folder)
-                starts = [_data_start(folder / (file + _PART)) for file in files]
-            for i, file in enumerate(files):
-                _write_file(folder / (file + _PART), starts[i], entries, i, first)
+            for file in files:
+                file.write(folder, first)
             call.agree(lambda: [("the arrays", "written")])
         with JointCall("save", "while it was ending") as call:
             if first:
-                _publish(folder, target, files, entries)
+                _publish(folder, target, files)
                 # The next save may have a folder of this name.
                 made = False
             call.agree(lambda: [("the directory", "named")])
@@ -172,40 +187,29 @@ def _check_absent(path: Path) -> None:
         )
 
 
-class _Array(NamedTuple):
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    make: Callable[[], Any]
-    key: str = ""
-    """The dtype of the random keys of which it has the words."""
-
-
-def _arrays_to_write(tree: Any, renames: Sequence[Rename]) -> list[_Array]:
+def _arrays_to_write(tree: Any, renames: Sequence[Rename]) -> list[_Entry]:
     """Return the arrays to write, in order."""
     names, leaves = leaf_paths(tree), tree_util.tree_leaves(tree)
     check_distinct(names, "a file has each name once")
-    arrays = []
-    for name, leaf in zip(names, leaves, strict=True):
+    records = backwards(renames)
+    live: dict[str, Any] = {}
+    specs = {}
+    for path, leaf in zip(names, leaves, strict=True):
         if not hasattr(leaf, "dtype") or not hasattr(leaf, "__array__"):
             raise ValueError(
-                f"tree: {name or 'it'} is {with_article(type(leaf).__name__)}, and no array; give "
+                f"tree: {path or 'it'} is {with_article(type(leaf).__name__)}, and no array; give "
                 "arrays, such as those of jax.jit(init, out_shardings=...), of a number "
                 "jax.numpy.asarray(3), or leave it out"
             )
-        dtype = given_name(f"tree: the dtype of {name}", leaf.dtype)
-        arrays.append(_array_of(name, tuple(leaf.shape), dtype, partial(_unchanged, leaf)))
-    if not renames:
-        return arrays
+        # Templates find a path also without the `value` of a box.
+        is_found = any(record.values(path) is not None for record in records)
+        name = path.removesuffix("/value") if renames and not is_found else path
+        live[name if name not in live else path] = leaf
+        dtype = given_name(f"tree: the dtype of {path}", leaf.dtype)
+        specs[name] = ArraySpec(tuple(leaf.shape), dtype)
     problems = Problems("the tree", in_file=False)
-    records = backwards(renames)
-    live = {_found_name(name, records): leaf for name, leaf in zip(names, leaves, strict=True)}
-    specs = {
-        name: ArraySpec(tuple(leaf.shape), given_name(name, leaf.dtype))
-        for name, leaf in live.items()
-    }
     targets = targets_of(specs, records, problems, forwards(renames))
-    for name in targets.left:
+    for name in targets.left if renames else ():
         problems.add(
             "left over: no Rename finds it; Rename('{name*}', '{name*}') at the end saves the rest "
             "under their own names",
@@ -214,36 +218,22 @@ def _arrays_to_write(tree: Any, renames: Sequence[Rename]) -> list[_Array]:
     problems.raise_all()
     for name, double in targets.doubles:
         _check_double(name, double, targets.by_path[name], live)
-    return [_target_array(name, target, live) for name, target in targets.by_path.items()]
+    return [_entry_of(name, target, live) for name, target in targets.by_path.items()]
 
 
-def _found_name(name: str, records: Sequence[DirectedRename]) -> str:
-    """Return the path of a leaf as templates have it: it may be without the `value` of a box."""
-    is_found = any(record.values(name) is not None for record in records)
-    return name if is_found else name.removesuffix("/value")
-
-
-def _unchanged(leaf: Any) -> Any:
-    return leaf
-
-
-def _array_of(name: str, shape: tuple[int, ...], dtype: str, make: Callable[[], Any]) -> _Array:
+def _entry_of(name: str, target: Target, live: Mapping[str, Any]) -> _Entry:
     """Return an array to write; of random keys, their words."""
-    if key_dtype(dtype) is None:
-        return _Array(name, shape, dtype, make)
-    words = bits_of(dtype) // 32
-    return _Array(name, (*shape, words), "uint32", lambda: jax.random.key_data(make()), dtype)
-
-
-def _target_array(name: str, target: Target, live: Mapping[str, Any]) -> _Array:
-    first = live[target.parts[0].source]
-    if target.is_plain:
-        return _array_of(name, target.shape, target.dtype, partial(_unchanged, first))
-    return _array_of(name, target.shape, target.dtype, partial(_made, target, live))
+    make = partial(_made, target, live)
+    if key_dtype(target.dtype) is None:
+        return _Entry(name, target.shape, target.dtype, make)
+    shape = (*target.shape, bits_of(target.dtype) // 32)
+    return _Entry(name, shape, "uint32", lambda: jax.random.key_data(make()), target.dtype)
 
 
 def _made(target: Target, live: Mapping[str, Any]) -> Any:
-    """Make an array that renames rearrange: on the host, or spread over the devices of a part."""
+    """Make an array: what renames rearrange on the host, or spread over the devices of a part."""
+    if target.is_plain:
+        return live[target.parts[0].source]
     sources = [live[part.source] for part in target.parts]
     if not any(isinstance(source, jax.Array) for source in sources):
         return made_on_host(target, live)
@@ -263,91 +253,63 @@ def _check_double(name: str, double: Target, target: Target, live: Mapping[str, 
         )
 
 
-def _file_places(arrays: list[_Array], shard_bytes: int) -> list[_FilePlace]:
-    entries: dict[str, _FilePlace] = {}
+def _placed(arrays: list[_Entry], shard_bytes: int) -> list[_Entry]:
+    """Give the arrays their places in files."""
+    entries: dict[str, _Entry] = {}
     file = offset = 0
-    for name, shape, dtype, make, key in arrays:
+    for array in arrays:
+        name, dtype = array.name, array.dtype
         if dtype not in _CODES or bits_of(dtype) < 8:
             raise ValueError(f"tree: {name} is {dtype}, which safetensors files cannot hold here")
         if name in entries or name == "__metadata__":
             raise ValueError(f"tree: {name!r} is no name for one array; rename it")
-        entry = _FilePlace(name, make, shape, dtype, file, offset, key)
-        if offset and offset + entry.size > shard_bytes:
+        if offset and offset + array.size > shard_bytes:
             file, offset = file + 1, 0
-            entry = entry._replace(file=file, offset=0)
-        entries[name] = entry
-        offset += entry.size
+        entries[name] = array._replace(file=file, offset=offset)
+        offset += array.size
     if not entries:
         raise ValueError("tree has no arrays")
     return list(entries.values())
 
 
-def _make_file(path: Path, entries: list[_FilePlace], index: int) -> int:
-    """Write the header, reserve the place of the data, and return where that begins."""
-    own = [entry for entry in entries if entry.file == index]
-    keys = {entry.name: _IMPLEMENTATIONS[entry.key] for entry in own if entry.key}
-    metadata = {"format": "pt", **({KEYS: json.dumps(keys)} if keys else {})}
-    header: dict[str, Any] = {"__metadata__": metadata}
-    for e in own:
-        ends = [e.offset, e.offset + e.size]
-        header[e.name] = {"dtype": _CODES[e.dtype], "shape": list(e.shape), "data_offsets": ends}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    with open(path.with_name(path.name + _PART), "xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(start + own[-1].offset + own[-1].size)
-    return start
+class _File:
+    """A file of the checkpoint, which has another name until all is written."""
+
+    def __init__(self, name: str, entries: list[_Entry]) -> None:
+        self.name, self.entries = name, entries
+        keys = {entry.name: _IMPLEMENTATIONS[entry.key] for entry in entries if entry.key}
+        metadata = {"format": "pt", **({KEYS: json.dumps(keys)} if keys else {})}
+        header: dict[str, Any] = {"__metadata__": metadata}
+        for e in entries:
+            ends = [e.offset, e.offset + e.size]
+            header[e.name] = {
+                "dtype": _CODES[e.dtype],
+                "shape": list(e.shape),
+                "data_offsets": ends,
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._header = len(text).to_bytes(8, "little") + text
+
+    def make(self, folder: Path) -> None:
+        """Write the header, and reserve the place of the data."""
+        last = self.entries[-1]
+        with open(folder / (self.name + _PART), "xb") as file:
+            file.write(self._header)
+            file.truncate(len(self._header) + last.offset + last.size)
+
+    def write(self, folder: Path, first: bool) -> None:
+        """Write this process's parts of the arrays."""
+        with open(folder / (self.name + _PART), "r+b") as file:
+            for entry in self.entries:
+                begin = len(self._header) + entry.offset
+                for box, values in _joined_rows(_own_boxes(entry.make(), first)):
+                    _write_box(file.fileno(), begin, entry.shape, box, values)
+            os.fsync(file.fileno())
 
 
-def _data_start(path: Path) -> int:
-    with open(path, "rb") as file:
-        return 8 + int.from_bytes(file.read(8), "little")
-
-
-def _write_file(path: Path, start: int, entries: list[_FilePlace], index: int, first: bool) -> None:
-    with open(path, "r+b") as file:
-        for entry in entries:
-            if entry.file == index:
-                for box, values in _joined_rows(entry.shape, _own_boxes(entry.make(), first)):
-                    _write_box(file.fileno(), start + entry.offset, entry.shape, box, values)
-        os.fsync(file.fileno())
-
-
-_Values = tuple[tuple[slice, ...], Any]
+_Values = tuple[Box, Any]
 """A box of an array, and its values."""
-
-
-def _joined_rows(shape: tuple[int, ...], boxes: Iterable[_Values]) -> Iterator[_Values]:
-    """Join neighbours of the same rows, up to a bound, so that rows are written whole."""
-    pending: list[_Values] = []
-    for box, values in boxes:
-        size = sum(each.nbytes for _, each in pending) + values.nbytes
-        if pending and (pending[0][0][:1] != box[:1] or size > _MOST_JOINED):
-            yield from _tiled(shape, pending)
-            pending = []
-        pending.append((box, values))
-    yield from _tiled(shape, pending)
-
-
-def _tiled(shape: tuple[int, ...], boxes: list[_Values]) -> list[_Values]:
-    """Make one box of those that tile one; else they stay."""
-    if len(boxes) < 2:
-        return boxes
-    places = [
-        [cut.indices(size)[:2] for cut, size in zip(box, shape, strict=True)] for box, _ in boxes
-    ]
-    hull = [
-        (min(begin for begin, _ in dim), max(end for _, end in dim))
-        for dim in zip(*places, strict=True)
-    ]
-    if prod(end - begin for begin, end in hull) != sum(values.size for _, values in boxes):
-        return boxes
-    whole = np.empty([end - begin for begin, end in hull], boxes[0][1].dtype)
-    for place, (_, values) in zip(places, boxes, strict=True):
-        at = zip(place, hull, strict=True)
-        whole[tuple(slice(begin - low, end - low) for (begin, end), (low, _) in at)] = values
-    return [(tuple(slice(*bounds) for bounds in hull), whole)]
 
 
 def _own_boxes(leaf: Any, first: bool) -> Iterator[_Values]:
@@ -355,26 +317,46 @@ def _own_boxes(leaf: Any, first: bool) -> Iterator[_Values]:
         for shard in leaf.addressable_shards:
             if shard.replica_id == 0:
                 # A copy of the shard alone: `np.asarray(shard.data)` would stay with the array.
-                yield shard.index, np.array(shard.data, order="C")
+                yield box_of(shard.index, leaf.shape), np.array(shard.data, order="C")
     elif first:
         # Files have the least byte first.
         values = np.array(leaf, order="C")
-        yield (slice(None),) * leaf.ndim, values.astype(values.dtype.newbyteorder("<"), copy=False)
+        yield whole_box(leaf.shape), values.astype(values.dtype.newbyteorder("<"), copy=False)
 
 
-def _write_box(
-    file: int, start: int, shape: tuple[int, ...], box: tuple[slice, ...], values: Any
-) -> None:
+def _joined_rows(boxes: Iterable[_Values]) -> Iterator[_Values]:
+    """Join neighbours of the same rows, up to a bound, so that rows are written whole."""
+    pending: list[_Values] = []
+    for box, values in boxes:
+        size = sum(each.nbytes for _, each in pending) + values.nbytes
+        if pending and (pending[0][0][:1] != box[:1] or size > _MOST_JOINED):
+            yield from _tiled(pending)
+            pending = []
+        pending.append((box, values))
+    yield from _tiled(pending)
+
+
+def _tiled(boxes: list[_Values]) -> list[_Values]:
+    """Make one box of those that tile one; else they stay."""
+    hull = hull_of([box for box, _ in boxes])
+    if len(boxes) < 2 or prod(box_shape(hull)) != sum(values.size for _, values in boxes):
+        return boxes
+    whole = np.empty(box_shape(hull), boxes[0][1].dtype)
+    for box, values in boxes:
+        whole[slices_in(box, hull)] = values
+    return [(hull, whole)]
+
+
+def _write_box(file: int, start: int, shape: Shape, box: Box, values: Any) -> None:
     """Write each run of neighbours to its place."""
     if not values.size:
         return
-    begins = [cut.indices(size)[0] for cut, size in zip(box, shape, strict=True)]
     # The dimensions from here on are whole, but for the first of them.
     dim = len(shape)
     while dim and (dim == len(shape) or values.shape[dim] == shape[dim]):
         dim -= 1
-    strides = [prod(shape[i + 1 :]) * values.itemsize for i in range(len(shape))]
-    origin = start + sum(b * stride for b, stride in zip(begins, strides, strict=True))
+    strides = [stride * values.itemsize for stride in row_major(shape)]
+    origin = start + sum(begin * by for (begin, _), by in zip(box, strides, strict=True))
     data = memoryview(values.reshape(-1).view(np.uint8))
     run = prod(values.shape[dim:]) * values.itemsize
     for number, at in enumerate(product(*map(range, values.shape[:dim]))):
@@ -388,15 +370,15 @@ def _write_all(file: int, data: memoryview, place: int) -> None:
         data, place = data[written:], place + written
 
 
-def _publish(folder: Path, target: Path, files: list[str], entries: list[_FilePlace]) -> None:
+def _publish(folder: Path, target: Path, files: list[_File]) -> None:
+    weight_map: dict[str, str] = {}
+    total = 0
     for file in files:
-        os.rename(folder / (file + _PART), folder / file)
-    index = {
-        "metadata": {"total_size": sum(entry.size for entry in entries)},
-        "weight_map": {entry.name: files[entry.file] for entry in entries},
-    }
+        os.rename(folder / (file.name + _PART), folder / file.name)
+        weight_map |= {entry.name: file.name for entry in file.entries}
+        total += sum(entry.size for entry in file.entries)
     with open(folder / _INDEX, "x", encoding="utf-8") as opened:
-        json.dump(index, opened, indent=2)
+        json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}, opened, indent=2)
         opened.flush()
         os.fsync(opened.fileno())
     sync_directory(folder)

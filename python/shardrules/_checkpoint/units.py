@@ -50,8 +50,6 @@ _SHARE: Final = 4
 # Bytes: shorter runs are read with what is between them, if that is not many times as much.
 _SHORT: Final = 512
 _MOST_BETWEEN: Final = 4
-# Memory that a box takes at most, to its bytes: what is between, and its values in another dtype.
-_MOST_TIMES: Final = 4 * _MOST_BETWEEN
 # Of more parts, those in a box are looked up.
 _FEW: Final = 8
 
@@ -77,7 +75,7 @@ class Job(NamedTuple):
         first = arrays[self.target.parts[0].source]
         return "" if first.file is None else str(first.file.path), first.begin
 
-    def boxes(self, arrays: Mapping[str, ArraySpec], most: int) -> list[Box]:
+    def boxes(self, arrays: Mapping[str, ArraySpec], most: int) -> Sequence[Box]:
         """Return the boxes to read: those of devices, or one for all that JAX cuts.
 
         It copies what is turned in any case; and of short rows, calls for each would take longer.
@@ -89,7 +87,7 @@ class Job(NamedTuple):
         if len(boxes) > 1 and not _is_read_in_place(self, boxes[0], arrays):
             hull = hull_of(boxes)
             is_tiled = prod(box_shape(hull)) == sum(prod(box_shape(box)) for box in boxes)
-            if is_tiled and _need(self, hull, arrays) <= most:
+            if is_tiled and prod(box_shape(hull)) * self.dtype.itemsize <= most:
                 return [hull]
         return boxes
 
@@ -340,13 +338,6 @@ def _as_dtype(job: Job, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         ) from None
 
 
-def _need(job: Job, box: Box, arrays: Mapping[str, ArraySpec]) -> int:
-    """Return the memory for a box."""
-    unit = _Unit([job], arrays)
-    unit.add(0, box)
-    return unit.needs
-
-
 def _units(
     jobs: Sequence[Job], arrays: Mapping[str, ArraySpec], most_bytes: int
 ) -> Iterator[_Unit]:
@@ -364,27 +355,6 @@ def _units(
             unit.add(index, box)
     if unit.rows:
         yield unit
-
-
-def bytes_in_flight(jobs: Sequence[Job], arrays: Mapping[str, ArraySpec], bound: int | None) -> int:
-    """Return the bound, or the default; an error if a box on a device needs more."""
-    least, of_job = 0, None
-    for job in jobs:
-        size = prod(job.target.shape) * job.dtype.itemsize
-        if size * _MOST_TIMES <= (bound or DEFAULT_IN_FLIGHT):
-            continue
-        needs = max((_need(job, box, arrays) for box in job.local_boxes), default=0)
-        if needs > least:
-            least, of_job = needs, job
-    if bound is None:
-        return max(DEFAULT_IN_FLIGHT, least)
-    if of_job is not None and least > bound:
-        raise ValueError(
-            f"max_bytes_in_flight is {bytes_shown(bound)}, and {of_job.path} with the shape "
-            f"{list(of_job.target.shape)} needs {bytes_shown(least)} for its part on one device: "
-            f"give at least {least:,}"
-        )
-    return bound
 
 
 def bytes_to_read(job: Job, arrays: Mapping[str, ArraySpec]) -> int:
@@ -409,7 +379,7 @@ def fill(
     Args:
         jobs: What to make.
         reader: The files of the stored arrays.
-        most_bytes: Maximum bytes in flight, from `bytes_in_flight`.
+        most_bytes: Maximum bytes in flight; a box that needs more is alone.
         done: Called in this thread after each unit.
     """
     filling = _Filling(jobs, reader, done)
