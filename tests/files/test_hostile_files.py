@@ -132,10 +132,6 @@ BOMBS = {
         plain((b'[["', 1), (b"a", 5_000_000), (b'",[]]]', 1)),
         "rule 0: the pattern has 5,000,000 characters, and at most 100,000 are allowed; make several",
     ),
-    "flags.json": (
-        plain((b'[{"pattern":"', 1), (b"a", 200_000), (b'","flags":"i","spec":[]}]', 1)),
-        "rule 0: the pattern has 200,000 characters",
-    ),
     "replicated.json": (
         plain((b'{"rules":[],"replicated":["', 1), (b"a", 5_000_000), (b'"]}', 1)),
         "replicated[0]: the pattern has 5,000,000 characters",

@@ -400,7 +400,6 @@ class TestLike:
             ("down_proj", sr.RuleSpec(("tp",), memory_kind="pinned_host")),
             ("down_proj", sr.RuleSpec(("tp",), optional_axes=("sp",))),
             ("down_proj", sr.RuleSpec(("tp",), sr.Correction(indivisible="error"))),
-            (re.compile("DOWN_proj", re.IGNORECASE), ("tp",)),
         ],
     )
     def test_a_file_says_all_of_a_rule_and_code_refuses(self, rule, tmp_path):

@@ -34,6 +34,7 @@ from shardrules._base.text import SLIP, byte_count, nearest, shown
 from shardrules._rules import dialects as _dialects
 from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect
 from shardrules._rules.logical_rules import LogicalRules
+from shardrules._rules.patterns import with_inline_flags
 from shardrules._rules.rules import Rules
 
 DIALECTS: Final = {
@@ -47,7 +48,6 @@ LOGICAL_DIALECTS: Final = {
 
 # Parsing a pattern takes 220 bytes and 12 us per character.
 _MOST_CHARACTERS: Final = 100_000
-_FLAGS: Final = {"a": re.A, "i": re.I, "m": re.M, "s": re.S, "u": re.U, "x": re.X}
 
 Axis = Annotated[str, Meta(min_length=1)]
 Axes = Annotated[tuple[Axis, ...], Meta(description='a list of axes, as ["sp", "ep"]')]
@@ -80,9 +80,6 @@ class RuleTable(FileTable):
 class _PathRule(FileTable):
     pattern: Any
     spec: Any
-    flags: Annotated[
-        str, Meta(pattern="^[aimsux]*$", description=f"letters of {''.join(_FLAGS)!r}")
-    ] = ""
     units: Annotated[tuple[Any, ...], Meta(description="a list, as [1, 128]")] = ()
     memory_kind: Any = None
     optional_axes: Axes = ()
@@ -274,24 +271,19 @@ def _read_rule(where: str, rule: object, base: Correction) -> tuple[Any, Any]:
     example = '["pattern", ["axis", ...]], or a table with both, where spec = [] replicates'
     table = record_of(where, rule, _PathRule, example)
     check_length(where, table.pattern)
-    # `Rules` itself checks a pattern without flags.
-    pattern = compiled(where, table.pattern, table.flags) if table.flags else table.pattern
     spec, correction = read_spec(where, table.spec), None
     if table.correction is not None:
         correction = read_correction(f"{where}correction: ", table.correction, base)
     more = {"memory_kind": table.memory_kind, "optional_axes": table.optional_axes}
     with at(where):
         whole = RuleSpec(spec, correction, table.units, **more)
-    return pattern, spec if whole == RuleSpec(spec) else whole
+    return table.pattern, spec if whole == RuleSpec(spec) else whole
 
 
 def rule_data(pattern: Any, value: Any) -> dict[str, Any]:
     """Return the table of a rule for paths."""
     rule = rule_spec(value)
-    data = {"pattern": pattern, "spec": spec_data(rule.spec)}
-    if isinstance(pattern, re.Pattern):
-        letters = [letter for letter, flag in _FLAGS.items() if pattern.flags & flag]
-        data = {"pattern": pattern.pattern, "flags": "".join(letters), "spec": data["spec"]}
+    data = {"pattern": with_inline_flags(pattern), "spec": spec_data(rule.spec)}
     for name in ("units", "memory_kind", "optional_axes"):
         if extra := getattr(rule, name):
             data[name] = extra
@@ -307,16 +299,6 @@ def check_length(where: str, pattern: object) -> None:
             f"{where}the pattern has {length:,} characters, and at most {_MOST_CHARACTERS:,} are "
             "allowed; make several of it"
         )
-
-
-def compiled(where: str, pattern: object, flags: str = "") -> re.Pattern[str]:
-    """Compile a pattern with the flags that letters stand for."""
-    if not isinstance(pattern, str):
-        raise TypeError(f"{where}flags need a pattern that is a string, not {shown(pattern)}")
-    try:
-        return re.compile(pattern, sum(_FLAGS[flag] for flag in set(flags)))
-    except (re.error, ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{where}the pattern {pattern!r} is invalid: {error}") from None
 
 
 def read_spec(where: str, spec: object, key: str = "spec") -> Any:

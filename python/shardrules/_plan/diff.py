@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from difflib import unified_diff
@@ -20,6 +19,7 @@ from shardrules._plan.align import match_leaves
 from shardrules._plan.answers import Answer
 from shardrules._plan.fold import fold
 from shardrules._plan.kinds import Kind, Spec, dtype_shown, placement_shown, problem_shown
+from shardrules._rules.patterns import with_inline_flags
 from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
@@ -270,15 +270,14 @@ def _rules_text(rules: AnyRules) -> list[str]:
         policies[name] = getattr(rules, name, 0)
     head = [f"{name} = {value!r}" for name, value in policies.items()]
     if isinstance(rules, Rules):
-        return [*head, *(f"{_pattern_text(rule[0])} -> {_asked_text(rule[1])}" for rule in rules)]
+        return [
+            *head,
+            *(
+                f"{with_inline_flags(pattern)!r} -> {_asked_text(asked)}"
+                for pattern, asked in rules
+            ),
+        ]
     return [*head, *(f"{name!r} -> {axes!r}" for name, axes in rules)]
-
-
-def _pattern_text(pattern: Any) -> str:
-    if not isinstance(pattern, re.Pattern):
-        return repr(pattern)
-    flags = re.RegexFlag(pattern.flags & ~(re.DEBUG | re.UNICODE))
-    return repr(pattern.pattern) + (f" with {flags!r}" if flags else "")
 
 
 def _asked_text(value: Any) -> str:

@@ -320,6 +320,13 @@ def pattern_shown(pattern: Pattern) -> str:
     return pattern if isinstance(pattern, str) else repr(pattern)
 
 
+def with_inline_flags(pattern: Pattern) -> str:
+    """Return a pattern as a text: the flags of a compiled one stand before it."""
+    text, flags = _text_and_flags(pattern)
+    letters = "".join(letter for letter in "aimsx" if flags & getattr(re, letter.upper()))
+    return f"(?{letters}){text}" if letters else text
+
+
 def _located(where: str, error: re.error, pattern: str) -> re.error:
     """Return the error with the rule and a caret under the place; each line is printable."""
     located = re.error(error.msg, pattern, error.pos)

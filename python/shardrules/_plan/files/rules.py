@@ -25,7 +25,6 @@ from shardrules._plan.codec import (
     Texts,
     check_keys,
     check_length,
-    compiled,
     dialect_named,
     naming,
     record_of,
@@ -37,6 +36,7 @@ from shardrules._plan.files.parsers import parse_toml, parse_yaml
 from shardrules._plan.findings import NOTHING, Declared
 from shardrules._rules.dialects import LINEN, MAXTEXT, Dialect, LogicalDialect
 from shardrules._rules.logical_rules import LogicalRules
+from shardrules._rules.patterns import parse
 from shardrules._rules.rules import Rules
 
 TABLES: Final = {"lora": LORA, "quantized": QUANTIZED}
@@ -189,7 +189,7 @@ def _read_table(path: Path, table: _RuleFileTable, dialect: Any) -> RuleFile:
     rules = rules_of(table, named)
     for index, pattern in enumerate(table.replicated):
         check_length(f"replicated[{index}]: ", pattern)
-        compiled(f"replicated[{index}]: ", pattern)
+        parse(f"replicated[{index}]", pattern)
     declared = Declared(replicated=table.replicated, data_axes=table.data_axes)
     stem = Path(path.name.removesuffix(".gz")).stem
     return RuleFile(rules, declared, _companions(table), stem)
