@@ -152,12 +152,12 @@ AUDITS = {
 }
 # Where process 1 has something else: where, what process 0 has there, and what process 1 has.
 DIFFERENT_AUDITS = {
-    "sharding": ("a", "as planned: planned float32[8, 8] P('fsdp', None)", "sharding P('tp', None): planned"),
-    "host": ("b", "as planned: planned float32[8] P()", "host: planned float32[8] P()"),
-    "chosen": ("b", "host: planned", "uncommitted: planned"),
+    "sharding": ("a", "as planned: planned float32[8, 8] P('fsdp', None)", "an array sharded as P('tp', None): planned"),
+    "host": ("b", "as planned: planned float32[8] P()", "an array in this process's memory and on no device: planned float32[8] P()"),
+    "chosen": ("b", "an array in this process's memory", "an array whole on a device that JAX chose: planned"),
     "missing": ("a", "as planned", "not in the tree"),
     "extra": ("leaf 2 of the tree", "no such leaf", "c not in the plan"),
-    "plan": ("a", "as planned", "sharding P('fsdp', None): planned float32[8, 8] P('sp', None)"),
+    "plan": ("a", "as planned", "an array sharded as P('fsdp', None): planned float32[8, 8] P('sp', None)"),
     "values of one": ("a", "as planned: planned float32[8, 8] P('fsdp', None)", "as planned: planned float32[8, 8] P('fsdp', None), values compared"),
 }  # fmt: skip
 

@@ -131,91 +131,47 @@ def audit(tree: Any, plan: Plan, *, values: bool = False) -> Findings:
     return Findings(comparison.findings(), comparison.scope)
 
 
-class _FaultWords(NamedTuple):
-    """Words of a fault; the fields in braces are those of `_Audit._finding`."""
-
-    kind: VerifyKind
-    message: str
-    fix: str
-
-
 _PLACE: Final = (
     "place them by shardrules.shard(tree, plan.shardings()), or have jit make them with "
     "out_shardings=plan.shardings()"
 )
-_WORDS: Final[dict[str, _FaultWords]] = {
-    "unplanned": _FaultWords(
-        "unplanned",
-        "the plan has no place for {leaves}: {planned}",
-        "mend the rules: plan.check()",
-    ),
-    "type": _FaultWords(
-        "type",
-        "{leaves} {are} {actual}, planned {planned}: {bytes} on each device, planned "
-        "{planned_bytes}",
-        "plan the tree that is there, or make the one that was planned",
-    ),
-    "deleted": _FaultWords(
-        "deleted",
-        "{leaves} {are} deleted, by donation or by hand; planned {planned}",
-        "audit what the call that they were donated to returned",
-    ),
-    "abstract": _FaultWords(
-        "unknown",
-        "{leaves} {are} abstract and on no devices, so nothing is known; planned {planned}",
-        "audit the arrays themselves",
-    ),
-    "host": _FaultWords(
-        "unplaced",
-        "{leaves} {are} in this process's memory and on no device; planned {planned}",
-        _PLACE,
-    ),
-    "uncommitted": _FaultWords(
-        "unplaced", "{leaves} {are} whole on a device that JAX chose; planned on {planned}", _PLACE
-    ),
-    "devices": _FaultWords(
-        "devices",
-        "{leaves} {are} on {actual}; planned on {planned}",
-        f"make the mesh once and give it to all; or {_PLACE}",
-    ),
-    "memory-kind": _FaultWords(
-        "memory-kind",
-        "{leaves} {are} in {actual} memory, planned in {planned} memory",
-        "move them by shardrules.shard(tree, plan.shardings()); or, if they are meant to be there, "
-        "name it in their rule: RuleSpec(..., memory_kind={actual!r})",
-    ),
-    "sharding": _FaultWords(
-        "sharding",
-        "{leaves} {are} sharded as {actual}, planned {planned}: {bytes} on each device, planned "
-        "{planned_bytes}",
-        _PLACE,
-    ),
-    "differs": _FaultWords(
-        "differs",
-        "{leaves} {are} not the same in all copies, along {planned}: {actual}",
-        "look for a sum over {planned} that is missing where they were made, as shard_map with "
-        "check_vma=False allows, and for what each process made or read by itself",
-    ),
+_FIXES: Final[dict[VerifyKind, str]] = {
+    "unplanned": "mend the rules: plan.check()",
+    "type": "plan the tree that is there, or make the one that was planned",
+    "deleted": "audit what the call that they were donated to returned",
+    "unknown": "audit the arrays themselves",
+    "unplaced": _PLACE,
+    "devices": f"make the mesh once and give it to all; or {_PLACE}",
+    "memory-kind": "move them by shardrules.shard(tree, plan.shardings()); or, if they are meant "
+    "to be there, name it in their rule: RuleSpec(..., memory_kind=...)",
+    "sharding": _PLACE,
+    "differs": "look for a sum over these axes that is missing where they were made, as shard_map "
+    "with check_vma=False allows, and for what each process made or read by itself",
 }
 _ON_THE_MESH: Final = frozenset({"sharding", "memory-kind"})
 """Faults of arrays that are on the devices of the mesh, in its order."""
+_CHOSEN: Final = "whole on a device that JAX chose"
 _MOST_DEVICES: Final = 8
 
 
 class _Fault(NamedTuple):
     """Difference of a leaf from its plan."""
 
-    name: str
-    """Key of `_WORDS`."""
+    kind: VerifyKind
     actual: str
+    """How the leaf is, in words."""
     planned: str
+    """How it is planned; "" if that says nothing."""
 
 
 def _differs(unlike: Unlike) -> _Fault:
     have = "has" if len(unlike.devices) == 1 else "have"
     devices, firsts = map(_devices_shown, (unlike.devices, unlike.firsts))
-    actual = f"{devices} {have} other values than {firsts}"
-    return _Fault("differs", actual, " and ".join(unlike.axes))
+    along = " and ".join(unlike.axes)
+    actual = (
+        f"not the same in all copies, along {along}: {devices} {have} other values than {firsts}"
+    )
+    return _Fault("differs", actual, "")
 
 
 def _devices_shown(ids: tuple[int, ...]) -> str:
@@ -255,9 +211,9 @@ class _Audit:
     def _text(self, index: int) -> str:
         kind = self._plan.kinds[self._cases[index][1]]
         planned = f"{dtype_shown(kind)}{list(kind.shape or ())} {placement_shown(kind)}"
-        faults = [f"{fault.name} {fault.actual}".strip() for fault in self._faults_of(index)]
+        faults = ", ".join(fault.actual for fault in self._faults_of(index))
         values = ", values compared" if self._is_compared(index) else ""
-        return f"{', '.join(faults) or 'as planned'}: planned {planned}{values}"
+        return f"{f'an array {faults}' if faults else 'as planned'}: planned {planned}{values}"
 
     def findings(self) -> Iterator[Finding]:
         """Yield all findings, in any order."""
@@ -288,14 +244,14 @@ class _Audit:
 
     def _faults_of(self, index: int) -> Iterator[_Fault]:
         for fault in self._faults[self._cases[index]]:
-            is_jax_choice = fault.name == "devices" and not _is_committed(self._live.leaves[index])
-            yield _Fault("uncommitted", "", fault.planned) if is_jax_choice else fault
+            is_jax_choice = fault.kind == "devices" and not _is_committed(self._live.leaves[index])
+            yield fault._replace(kind="unplaced", actual=_CHOSEN) if is_jax_choice else fault
 
     def _is_compared(self, index: int) -> bool:
         """Return whether copies of this leaf are compared; the same in all processes."""
         if not self._has_values or not has_copies(self._live.leaves[index]):
             return False
-        return all(fault.name in _ON_THE_MESH for fault in self._faults[self._cases[index]])
+        return all(fault.kind in _ON_THE_MESH for fault in self._faults[self._cases[index]])
 
     def _unlike_copies(self) -> Iterator[tuple[int, Unlike]]:
         # By the plan's rows: all processes run the same programs in the same order.
@@ -310,23 +266,19 @@ class _Audit:
         size = sum(_bytes_of(_Live(*live)) * count for (live, _), count in cases.items())
         planned_bytes = sum(kinds[kind].device_bytes * count for (_, kind), count in cases.items())
         at_stake = size - planned_bytes if size > planned_bytes else planned_bytes
-        words = _WORDS[fault.name]
         level: Level = "error"
-        if words.kind == "unplaced" and not is_sharded and at_stake < DEFAULT_LARGE:
+        if fault.kind == "unplaced" and not is_sharded and at_stake < DEFAULT_LARGE:
             level = "warning"
-        fields = {
-            "leaves": counted(len(indices), "leaf"),
-            "are": "is" if len(indices) == 1 else "are",
-            "actual": fault.actual,
-            "planned": fault.planned,
-            "bytes": bytes_shown(size),
-            "planned_bytes": bytes_shown(planned_bytes),
-        }
+        are = "is" if len(indices) == 1 else "are"
+        message = f"{counted(len(indices), 'leaf')} {are} {fault.actual}"
+        message += f", planned {fault.planned}" if fault.planned else ""
+        if fault.kind in ("sharding", "type"):
+            message += f": {bytes_shown(size)} on each device, planned {bytes_shown(planned_bytes)}"
         return Finding(
             level,
-            words.kind,
-            words.message.format(**fields),
-            words.fix.format(**fields),
+            fault.kind,
+            message,
+            _FIXES[fault.kind],
             self._folded([self._live.rows[index] for index in indices]),
             len(indices),
             rules.pop() if len(rules) == 1 else None,
@@ -377,6 +329,14 @@ def _bytes_of(live: _Live) -> int:
     return -(-prod(live.where.shard_shape(shape)) * bits // 8)
 
 
+_NOWHERE: Final[dict[Any, tuple[VerifyKind, str]]] = {
+    "deleted": ("deleted", "deleted, by donation or by hand"),
+    "abstract": ("unknown", "abstract and on no devices, so nothing is known"),
+    "host": ("unplaced", "in this process's memory and on no device"),
+}
+"""Kind and words of what is on no devices."""
+
+
 class _PlannedKinds:
     """Kinds of a plan's leaves, on its mesh."""
 
@@ -389,7 +349,7 @@ class _PlannedKinds:
         """Yield the differences of a leaf from its kind."""
         planned = placement_shown(kind)
         if kind.status != "placed":
-            yield _Fault("unplanned", "", str(kind.message))
+            yield _Fault("unplanned", f"without a place in the plan: {kind.message}", "")
             return
         if kind.shape is None and live.where in ("host", "nowhere"):
             return  # a number or a function, in the plan as in the tree
@@ -398,8 +358,8 @@ class _PlannedKinds:
         if not is_of_shape or (has_dtypes and not _is_dtype(live.dtype, kind.dtype)):
             types = _type_shown(live.shape, live.dtype), _type_shown(kind.shape, kind.dtype)
             yield _Fault("type", *types)
-        if live.where in ("deleted", "abstract", "host"):
-            yield _Fault(str(live.where), "", planned)
+        if live.where in _NOWHERE:
+            yield _Fault(*_NOWHERE[live.where], planned)
         if not isinstance(live.where, str) and is_of_shape:
             yield from self._of_place(live.where, live.shape or (), kind)
 
@@ -408,20 +368,22 @@ class _PlannedKinds:
         is_default = kind.memory_kind in (None, self._default_memory)
         planned_memory = "device" if is_default else str(kind.memory_kind)
         if (memory := memory_apart(sharding) or "device") != planned_memory:
-            yield _Fault("memory-kind", memory, planned_memory)
+            words = (f"in {each} memory" for each in (memory, planned_memory))
+            yield _Fault("memory-kind", *words)
         mesh = getattr(sharding, "mesh", None)
         devices = device_order(sharding) if mesh is None else tuple(mesh.devices.flat)
         if devices != self._devices:
             what = "other device" if len(devices) == len(self._devices) else "device"
-            is_order = set(devices) == set(self._devices)
-            actual = (
-                "the plan's devices in another order" if is_order else counted(len(devices), what)
-            )
-            yield _Fault("devices", actual, mesh_shown(self._mesh.shape))
+            actual = f"on {counted(len(devices), what)}"
+            if set(devices) == set(self._devices):
+                actual = "on the plan's devices in another order"
+            yield _Fault("devices", actual, f"on {mesh_shown(self._mesh.shape)}")
             return
         target = NamedSharding(self._mesh, self._spec(kind, sharding))
         if not target.is_equivalent_to(sharding.with_memory_kind(target.memory_kind), len(shape)):
-            yield _Fault("sharding", self._shown(sharding, shape), placement_shown(kind))
+            yield _Fault(
+                "sharding", f"sharded as {self._shown(sharding, shape)}", placement_shown(kind)
+            )
 
     def _spec(self, kind: Kind, sharding: Any) -> PartitionSpec:
         """Return the planned spec; the array's entries replace unconstrained ones."""
@@ -438,7 +400,7 @@ class _PlannedKinds:
         """Format a sharding without device ids, which differ between processes."""
         mesh, spec = getattr(sharding, "mesh", None), getattr(sharding, "spec", None)
         if mesh is None or spec is None:
-            return f"shards of shape {sharding.shard_shape(shape)}"
+            return f"parts of shape {sharding.shard_shape(shape)}"
         return spec_shown(spec) + (
             "" if mesh.shape == self._mesh.shape else f" on {mesh_shown(mesh.shape)}"
         )
