@@ -201,7 +201,6 @@ OF_PLACEMENT = {
     "no mesh to suggest for": (lambda: sr.suggest(TREE), "no mesh", "pass mesh="),
     "mesh and devices": (lambda: sr.suggest(TREE, SIZES, devices=8), "mesh or devices, not both"),
     "no room": (lambda: sr.suggest(TREE, SIZES, hbm=10), "has 10 B", "give more devices"),
-    "a file to mend": (lambda: sr.suggest(TREE, SIZES, like="rules.toml"), "not str", "shardrules.read_rules(path).rules"),
     "an unknown library": (lambda: sr.patch("eformr"), "'eformr'", "'eformer'"),
     "plan before the tree": (lambda: sr.reshard(PLAN, ARRAYS), "rules, tree", "write reshard(tree, rules)"),
 }  # fmt: skip

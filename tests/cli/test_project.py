@@ -209,7 +209,7 @@ def test_a_job_is_mended_as_its_hint_says(project):
     done = invoke("check", "--fix")
     assert done.exit_code == 1
     assert done.stdout.startswith("clean:\n# rules.toml: 1 rule to paste at the end of the list:\n")
-    assert 'pattern = "norm"\nspec = ["tp"]' in done.stdout
+    assert 'pattern = "norm"\nspec = []' in done.stdout
 
 
 def test_a_lock_is_not_updated_where_a_job_has_none(project):

@@ -19,7 +19,6 @@ def test_a_plan_keeps_what_is_declared():
         plan.with_rules(sr.Rules([*rules, ("b", "fsdp")], optional_axes=["sp"])),
         plan.for_optimizer({"mu": TREE}),
         sr.plan(TREE, plan),
-        sr.suggest(plan, like=sr.Rules(rules, optional_axes=["sp"])).plan,
     ):
         assert not other.check().at_least("error")
         other.shardings()

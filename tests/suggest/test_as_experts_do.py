@@ -243,19 +243,3 @@ def test_a_rule_says_one_thing_of_its_dimensions():
     assert not any(
         "|out" in str(one.pattern) or "out|" in str(one.pattern) for one in found.reasons
     )
-
-
-class TestLike:
-    def test_new_rules_name_axes_of_one_device_as_their_siblings_do(self):
-        like = [
-            ("(gate|up)_proj/kernel", (("fsdp", "sp"), "tp")),
-            ("o_proj/kernel", ("tp", ("fsdp", "sp"))),
-            ("embed", ("tp", ("fsdp", "sp"))),
-            ("lm_head", (("fsdp", "sp"), "tp")),
-            ("scale", ()),
-        ]
-        found = sr.suggest(models.llama(), {"fsdp": 2, "sp": 1, "tp": 2}, like=like)
-        assert specs(found)["mlp/down_proj/kernel"] == ("tp", ("fsdp", "sp"))
-        assert specs(found)["self_attn/(q|k|v)_proj/kernel"] == (("fsdp", "sp"), "tp")
-        # Where sp has devices, check has nothing to say, either.
-        assert not found.plan.on_mesh({"fsdp": 2, "sp": 2, "tp": 2}).check()

@@ -65,7 +65,7 @@ def check(
 
         if rules.companions:
             raise ValueError("--fix: some leaves follow others: leave out companions, and fix that")
-        suggestion = suggest(plan, like=rules.rules, head_dim=head_dim)
+        suggestion = suggest(plan, head_dim=head_dim)
         if text := missing_text(how.rules[-1], plan, suggestion):
             print(text, end="")
             return 0 if fail_on == "never" else 1

@@ -70,8 +70,18 @@ def find_object(text: str) -> Any:
     """
     form = _FORM.fullmatch(text)
     if form is None:
-        raise FileError(f"{text}: this is not the name of an object; write package.module:name")
+        raise FileError(f"{text}: this is not the name of an object; write {_meant(text)}")
     return _attribute(text, _module(text, form["module"]), form["name"])
+
+
+def _meant(text: str) -> str:
+    """Return the name of an object that has a file for its module, or a dot for its colon."""
+    module, _, name = text.rpartition(":") if ":" in text else (text, "", "name")
+    if module.endswith(".py"):
+        return f"{module.removesuffix('.py').replace('/', '.').lstrip('.')}:{name}"
+    module, _, name = text.rpartition(".")
+    is_dotted = module and ":" not in text and _is_module(module.partition(".")[0])
+    return f"{module}:{name}" if is_dotted else "package.module:name"
 
 
 def takes(function: Any, arguments: tuple[Any, ...]) -> bool:
@@ -100,7 +110,7 @@ def _module(text: str, name: str) -> Any:
         if absent is not None and f"{name}.".startswith(f"{absent}."):
             fix = "install it, or run this in the directory that has it"
             if name.endswith(".py"):
-                fix = "write package.module:name, without .py"
+                fix = f"write {_meant(text)}"
             raise FileError(f"{text}: there is no module {absent!r}; {fix}") from error
         raise _raised(text, f"the import of {name!r}", error, "it must be importable") from error
 

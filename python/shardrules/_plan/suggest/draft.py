@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._base.rule_specs import Fsdp, RuleSpec, plain_spec
-from shardrules._base.specs import Entries, entries_of, entry_axes, entry_of, trimmed
+from shardrules._base.rule_specs import RuleSpec
+from shardrules._base.specs import Entries, entry_of, trimmed
 from shardrules._base.text import brief, counted
-from shardrules._plan.check_context import CheckContext
-from shardrules._plan.findings import NOTHING
-from shardrules._plan.kinds import DEFAULT_LARGE
 from shardrules._plan.path_words import is_gathered, uses_of
 from shardrules._plan.plan import Plan
-from shardrules._plan.suggest.choose import Axes, Cuts, choose, with_followers
+from shardrules._plan.suggest.choose import Cuts, choose, with_followers
 from shardrules._plan.suggest.patterns import (
     TIGHTEST,
     Label,
@@ -26,9 +23,9 @@ from shardrules._plan.suggest.patterns import (
     pattern_of,
     phrases,
 )
-from shardrules._plan.suggest.units import NUMBER, Path, Unit
+from shardrules._plan.suggest.units import Path, Unit
 from shardrules._rules.patterns import Pattern, pattern_shown
-from shardrules._rules.rules import Rules, rules_like
+from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -58,85 +55,17 @@ class Draft(NamedTuple):
         return rows
 
 
-def draft(current: Plan, units: Iterable[Unit], tightness: int = 0) -> Draft:
-    """Keep the rules of a plan that decide leaves, and write rules for all other leaves.
-
-    Patterns are as tight as `pattern_of` has it.
-    """
-    rules, sizes = current._leaves.path_rules, current.axis_sizes
+def draft(plan: Plan, units: Sequence[Unit], tightness: int = 0) -> Draft:
+    """Write rules for the leaves of a plan, with patterns as tight as `pattern_of` has it."""
+    rules, sizes = plan._leaves.path_rules, plan.axis_sizes
     assert rules is not None
-    catch_alls = CheckContext(current, DEFAULT_LARGE, NOTHING).silent_catch_alls
-    won = current.coverage.won
-    kept = [rule for rule in range(len(rules)) if won[rule] and rule not in catch_alls]
-    of_rules = [
-        [part for unit in units for part in unit.where(mask)]
-        for mask in (~np.isin(current.rule, kept), *(current.rule == rule for rule in kept))
-    ]
-    rest, *of_kept = of_rules
     uses = uses_of(sizes)
-    cuts = with_followers(rest, choose(rest, sizes, uses), sizes)
-    siblings = _cuts_of_siblings(rules, kept, of_kept)
-    cuts = [_copied(unit, siblings) or cut for unit, cut in zip(rest, cuts, strict=True)]
+    cuts = with_followers(units, choose(units, sizes, uses), sizes)
     spared = {axis for axis, size in sizes.items() if size > 1 and uses[axis] == "tensor"}
-    entries = _entries_of(rules, kept, current)
     labelled = [
-        (unit, _label_of(unit, of_unit, spared, entries))
-        for unit, of_unit in zip(rest, cuts, strict=True)
+        (unit, _label_of(unit, of_unit, spared)) for unit, of_unit in zip(units, cuts, strict=True)
     ]
-    added = _rules_for_labels(labelled, rules.dialect, tightness)
-    pairs = [*(rules[rule] for rule in kept), *added.rules]
-    return Draft(rules_like(rules, pairs), [*map(tuple, of_kept), *added.units])
-
-
-def _entries_of(rules: Rules, kept: list[int], plan: Plan) -> dict[Axes, Any]:
-    """Find the entry that most of these rules have for axes of several devices.
-
-    One without axes of one device is left out.
-    """
-    votes: dict[Axes, Counter[Any]] = defaultdict(Counter)
-    for rule in kept:
-        for entry in _entries_in(rules[rule][1]):
-            axes = tuple(entry_axes(entry))
-            if all(axis in plan.axis_sizes for axis in axes):
-                used = tuple(axis for axis in axes if plan.axis_sizes[axis] > 1)
-                votes[used][entry] += plan.coverage.won[rule]
-    most = {used: entries.most_common(1)[0][0] for used, entries in votes.items() if used}
-    return {used: entry for used, entry in most.items() if tuple(entry_axes(entry)) != used}
-
-
-def _cuts_of_siblings(
-    rules: Rules, kept: list[int], of_kept: list[list[Unit]]
-) -> dict[Any, set[Cuts]]:
-    """Return how rules cut their leaves, by what siblings of these have in common."""
-    siblings: dict[Any, set[Cuts]] = defaultdict(set)
-    for rule, units in zip(kept, of_kept, strict=True):
-        cuts = tuple(tuple(entry_axes(entry)) for entry in _entries_in(rules[rule][1]))
-        for unit in units if cuts else ():
-            for key in _sibling_keys(unit):
-                siblings[key].add(cuts + ((),) * (len(unit.shape) - len(cuts)))
-    return siblings
-
-
-def _entries_in(value: Any) -> tuple[Any, ...]:
-    """Return the entries of a rule's spec; none if the shape decides."""
-    spec = plain_spec(value)
-    return () if spec is None or isinstance(spec, Fsdp) else tuple(entries_of(spec))
-
-
-def _copied(unit: Unit, siblings: Mapping[Any, set[Cuts]]) -> Cuts | None:
-    """Return the cuts that all siblings of a leaf have; None if there are several, or none."""
-    if not unit.dims.is_known:
-        return None
-    copies = {cuts for key in _sibling_keys(unit) for cuts in siblings.get(key, ())}
-    return copies.pop() if len(copies) == 1 else None
-
-
-def _sibling_keys(unit: Unit) -> list[Any]:
-    """Return the path without its name, and without that of its module; shape and sides."""
-    words = [word.text for word in unit.words]
-    places = [place for place in (-1, -2) if len(words) >= -place and NUMBER not in words[place]]
-    array = (unit.shape, unit.dims.sides)
-    return [(*words[:place], None, *words[len(words) + place + 1 :], array) for place in places]
+    return _rules_for_labels(labelled, rules.dialect, tightness)
 
 
 def draft_of_specs(
@@ -199,10 +128,10 @@ def _joined_rules(
     return [(text, label.value) for text, label in zip(texts, labels, strict=True)], units
 
 
-def _label_of(unit: Unit, cuts: Cuts, spared: set[str], entry_by_axes: Mapping[Axes, Any]) -> Label:
+def _label_of(unit: Unit, cuts: Cuts, spared: set[str]) -> Label:
     """Label a unit; `spared` are the axes that some kernels are not sharded by on purpose."""
     dims = unit.dims
-    value: Any = Entries(trimmed(entry_by_axes.get(axes, entry_of(axes)) for axes in cuts))
+    value: Any = Entries(trimmed(map(entry_of, cuts)))
     if dims.unit > 1 and not dims.is_assumed and "hidden" in dims.sides:
         hidden = dims.sides.index("hidden")
         # Axes that compute keep heads whole on other meshes, too. Units bind all axes, and along

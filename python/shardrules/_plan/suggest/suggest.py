@@ -23,7 +23,7 @@ from shardrules._plan.suggest.patterns import TIGHTEST
 from shardrules._plan.suggest.suggestion import CutReason, Reason, Suggestion
 from shardrules._plan.suggest.units import Unit, units_of
 from shardrules._rules.dialects import EFORMER, NNX, Dialect, LogicalDialect
-from shardrules._rules.rules import PathRules, Rules, remembered_rules
+from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
     from shardrules._place.mesh import MeshLike
@@ -47,7 +47,6 @@ def suggest(
     optimizer: Iterable[Any] | None = _ADAM,
     head_dim: int | None = None,
     dialect: Dialect | None = None,
-    like: PathRules | None = None,
 ) -> Suggestion:
     r"""Write rules for a model: from its shapes and paths, in the words of its paths.
 
@@ -77,15 +76,11 @@ def suggest(
             fewer heads than queries, 128, or 64 if the model is narrower than 2,048.
         dialect: The dialect of the rules. Default: that of the Plan; `NNX` for states of flax nnx,
             whose paths all end in `value`, or else `EFORMER`.
-        like: Rules of paths in this dialect, to be mended: those that decide leaves stay, in their
-            order; dead ones and catch-alls go; rules for all other leaves come after them, and cut
-            these as the rules of their siblings do.
 
     Raises:
         ValueError: There is neither a mesh nor `devices`, both are given, the memory does not
             suffice, the paths have too many names, or the dialect cannot tell them apart.
-        TypeError: The model is not a tree of arrays; `like` are no rules of paths; or the plan, or
-            the dialect, is of logical axis names.
+        TypeError: The model is not a tree of arrays; or the plan, or dialect, is of logical names.
 
     Example:
         >>> import jax, shardrules as sr
@@ -129,8 +124,7 @@ def suggest(
         )
         bare = bare.on_mesh(best.mesh)
     uses = uses_of(bare.axis_sizes)
-    given = Rules((), dialect) if like is None else _in_dialect(like, dialect)
-    rules, result = _decided_rows(model, bare.with_rules(given), units)
+    rules, result = _decided_rows(model, bare.with_rules(Rules((), dialect)), units)
     data_axes = tuple(axis for axis, use in uses.items() if use == "data")
     spared = _spared(result, units, uses)
     declared = Declared(replicated=spared, data_axes=data_axes)
@@ -150,16 +144,6 @@ def _dialect_for(model: Any, dialect: Any) -> Dialect:
         )
     check_type("dialect", dialect, Dialect | None, "a Dialect, such as shardrules.dialects.EASYLM")
     return dialect or planned or EFORMER
-
-
-def _in_dialect(current: PathRules, dialect: Dialect) -> Rules:
-    rules = current if isinstance(current, Rules) else remembered_rules(current, dialect, "like")
-    if rules.dialect != dialect:
-        raise ValueError(
-            f"like: the rules are in the dialect {rules.dialect.name}, and dialect is "
-            f"{dialect.name}: give dialect as theirs"
-        )
-    return rules
 
 
 def _bare_plan(

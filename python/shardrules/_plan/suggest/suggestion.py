@@ -15,6 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import numpy as np
+
 from shardrules._base.rule_specs import Fsdp, RuleSpec, plain_spec
 from shardrules._base.specs import spec_shown
 from shardrules._base.text import (
@@ -27,8 +29,10 @@ from shardrules._base.text import (
     record,
 )
 from shardrules._plan.answers import Section
+from shardrules._plan.check_context import CheckContext
 from shardrules._plan.codec import DIALECTS, rule_data, short
-from shardrules._plan.findings import Declared, Findings
+from shardrules._plan.findings import NOTHING, Declared, Findings
+from shardrules._plan.kinds import DEFAULT_LARGE
 from shardrules._rules.patterns import pattern_shown
 from shardrules._rules.rules import Rules
 
@@ -151,7 +155,11 @@ class Suggestion:
                 f"{other.total_bytes:,}) than the plan (number {len(mine):,}, bytes "
                 f"{mine.total_bytes:,}): suggest for the same model"
             )
-        return Section("Suggested rules", (self, self._text))
+        try:
+            text = self.to_toml()
+        except ValueError:  # of a dialect of one's own
+            text = self.to_python()
+        return Section("Suggested rules", (self, text))
 
     def to_toml(self) -> str:
         """Write a rule file, for `shardrules check --rules` and `read_rules`.
@@ -177,9 +185,6 @@ class Suggestion:
     def to_python(self) -> str:
         """Write the rules as Python code.
 
-        Raises:
-            ValueError: A rule of `like` has more than a pattern, a spec and units.
-
         Example:
             >>> import jax, shardrules as sr
             >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}
@@ -195,14 +200,6 @@ class Suggestion:
             <BLANKLINE>
         """
         return _python_text(self.rules, self._heading, self._notes)
-
-    @property
-    def _text(self) -> str:
-        """Rules to copy: a file, or code where files cannot say them, or else their list."""
-        for write in (self.to_toml, self.to_python):
-            with suppress(ValueError):
-                return write()
-        return str(self.rules)
 
     @property
     def _heading(self) -> str:
@@ -287,13 +284,7 @@ def _python_text(rules: Rules, heading: str, notes: Sequence[str]) -> str:
     """Write Python code, as `Suggestion.to_python` documents."""
     lines = [f"# {heading}", "import shardrules as sr"]
     lines += ["from jax.sharding import PartitionSpec as P", "", "rules = ["]
-    for number, (rule, note) in enumerate(zip(rules, notes, strict=True)):
-        # Rules of `like` may say more, which would be lost.
-        if not {"pattern", "spec", "units"} >= rule_data(*rule).keys():
-            raise ValueError(
-                f"to_python: rule {number} {pattern_shown(rule[0])} has more than a pattern, a "
-                "spec and units: use to_toml, or Suggestion.rules"
-            )
+    for rule, note in zip(rules, notes, strict=True):
         lines += [f"    # {note}", f"    {_python_rule(*rule)},"]
     return "\n".join([*lines, "]"]) + "\n"
 
@@ -317,26 +308,22 @@ def _python(pattern: str) -> str:
 
 
 def missing_text(source: str, plan: Plan, suggestion: Suggestion) -> str:
-    """Write the rules that a suggestion like those of a plan adds, to paste; "" if it adds none.
+    """Write the rules, of those suggested for a plan, for leaves that have none of its own.
 
-    They stand before the catch-all that decides their leaves now; `source` has the plan's rules.
+    "" if there are none. They are to stand before the catch-all that decides these leaves now;
+    `source` has the plan's rules.
     """
-    rules, won, kept = plan.rules, plan.coverage.won, 0
-    pairs, place = [*suggestion.rules], None
-    for number, rule in enumerate(rules):
-        if kept < len(pairs) and rule == pairs[kept]:
-            kept += 1
-        elif place is None and won[number]:
-            place = number
-    added = zip(pairs[kept:], suggestion._notes[kept:], strict=True)
-    where = "at the end of the list" if place is None else f"before rule {place}"
-    lines = [printable(f"# {source}: {counted(len(pairs) - kept, 'rule')} to paste {where}:")]
+    catch_alls = sorted(CheckContext(plan, DEFAULT_LARGE, NOTHING).silent_catch_alls)
+    bare = np.isin(plan.rule, catch_alls) | (plan.rule < 0)
+    added = [rule for rule in np.unique(suggestion.plan.rule[bare]).tolist() if rule >= 0]
+    where = f"before rule {catch_alls[0]}" if catch_alls else "at the end of the list"
+    lines = [printable(f"# {source}: {counted(len(added), 'rule')} to paste {where}:")]
     suffix = Path(source).suffix
-    for (pattern, value), note in added:
+    for (pattern, value), note in ((suggestion.rules[n], suggestion._notes[n]) for n in added):
         if suffix == ".toml":
             lines += [*_toml_rule(pattern, value, note), ""]
-        elif suffix in (".json", ".gz", ".yml", ".yaml"):
+        elif suffix in (".json", ".gz"):
             lines.append(json.dumps(short(rule_data(pattern, value))).replace("#", "\\u0023") + ",")
         else:
             lines += [f"# {note}", f"{_python_rule(pattern, value)},"]
-    return "\n".join([*lines, ""]) if kept < len(pairs) else ""
+    return "\n".join([*lines, ""]) if added else ""

@@ -14,8 +14,6 @@ from shardrules._plan.fold import runs_of
 from shardrules._plan.roles import Dims, roles_of
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from shardrules._plan.fold import Folded
     from shardrules._plan.plan import Plan
 
@@ -80,11 +78,6 @@ class Unit(NamedTuple):
             words=self.words if words is None else words,
             bytes=self.bytes // self.leaves * len(rows),
         )
-
-    def where(self, mask: npt.NDArray[np.bool_]) -> list[Unit]:
-        """Return the unit with the leaves in a mask of rows; nothing if none are."""
-        rows = self.folded.rows[mask[self.folded.rows]]
-        return [self.with_rows(rows.tolist())] if len(rows) else []
 
     def numbered(self) -> list[Unit]:
         """Split the unit into one for each of its words with numbers."""
