@@ -20,20 +20,29 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 # No test takes from the cache of the person who runs it.
 os.environ["SHARDRULES_CACHE"] = "off"
+# Each run tries new inputs: SHARDRULES_SEED=... repeats those of a run, in each of its processes.
+os.environ["SHARDRULES_SEED"] = os.environ.get("SHARDRULES_SEED") or str(random.getrandbits(32))
 
 import jax
 import numpy as np
+from hypothesis import core
 from jax.sharding import Mesh
+
+from tests.support.skips import why_not_expected
 
 # `make test` tries few examples of each property, `make test-all` many.
 settings.register_profile(
     "few",
     max_examples=30,
     deadline=None,
+    derandomize=False,  # which it would be where the variable CI is set
+    print_blob=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.register_profile("many", settings.get_profile("few"), max_examples=300)
 settings.load_profile("few")
+SEED = int(os.environ["SHARDRULES_SEED"])
+core.global_force_seed = SEED
 
 
 # What JAX 0.7.2 and the peers of its day do otherwise than those of today, which these tests ask for.
@@ -48,6 +57,35 @@ NOT_ON_JAX_0_7 = {
     "test_logical_plans.py::TestWhereNamesComeFrom::test_variables_of": "Variables of flax 0.12.0",
     "test_logical_plans.py::TestWhereNamesComeFrom::test_rules_of": "Variables of flax 0.12.0",
 }
+
+
+def pytest_configure(config):
+    """A test that is named runs, slow or not."""
+    if config.option.markexpr == "not slow" and any("::" in name for name in config.args):
+        config.option.markexpr = ""
+
+
+def pytest_report_header():
+    """What repeats the run's random inputs."""
+    return f"SHARDRULES_SEED={SEED}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    return _with_unexpected_skips_as_failures((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    return _with_unexpected_skips_as_failures((yield))
+
+
+def _with_unexpected_skips_as_failures(report):
+    if report.skipped and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if why := why_not_expected(reason):
+            report.outcome, report.longrepr = "failed", f"{report.nodeid}: {reason}: {why}"
+    return report
 
 
 def pytest_collection_modifyitems(items):
@@ -68,8 +106,8 @@ def pytest_collection_finish():
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> random.Random:
-    """Seeded by the test's name: the same run every time, another one for each test."""
-    return random.Random(request.node.nodeid)
+    """Seeded by the run and the test's name."""
+    return random.Random(f"{SEED} {request.node.nodeid}")
 
 
 @pytest.fixture(scope="session")

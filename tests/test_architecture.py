@@ -126,3 +126,16 @@ def test_no_two_classes_have_one_name():
         if isinstance(statement, ast.ClassDef) and not statement.name.startswith("_")
     ]
     assert {name for name, count in Counter(names).items() if count > 1} == set()
+
+
+def test_no_assert_has_a_comparison_as_its_message():
+    """`assert a, b == c` can hardly fail: the comparison is what it would say."""
+    files = [*Path(__file__).parent.rglob("*.py")]
+    wrong = [
+        f"{file.name}:{statement.lineno}"
+        for file in files
+        for statement in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(statement, ast.Assert) and isinstance(statement.msg, ast.Compare)
+    ]
+    assert files
+    assert wrong == []
