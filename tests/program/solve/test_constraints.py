@@ -131,16 +131,6 @@ def test_constraints_are_in_loops_branches_rules_of_gradients_and_what_is_recomp
     assert all(line.startswith(source) for line in lines)
 
 
-def test_a_line_is_as_a_user_writes_it():
-    step = traced(mesh_of(4, 2))
-    rows = activations(step, layout(step))
-    texts = list(map(str, rows))
-    assert len(texts) == len(set(texts))
-    table = next(text for text in texts if "gather" in text)
-    assert "x = jax.lax.with_sharding_constraint(x, P('fsdp'))  # float32[8,16], gather" in table
-    assert any("P('fsdp', 'tp'))  # float32[8,32], dot_general" in text for text in texts)
-
-
 def test_constraints_of_the_program_are_replaced():
     mesh = mesh_of(4, 2)
 

@@ -188,20 +188,6 @@ def test_gradients_of_experts_multiply_each_row_once():
     assert of_kernels.operands[2] == of_kernels.results[0][:1]
 
 
-def test_a_transform_of_two_dimensions_needs_both():
-    (eqn,) = equations(lambda a: lax.fft(a, "FFT", (24, 32)), CASES["Fourier"][1:])
-    rule = rule_of(eqn)
-    assert sorted(rule.sizes[f] for f in rule.whole) == [24, 24, 32, 32]
-
-
-def test_sizes_that_share_no_factor_are_whole():
-    (eqn,) = equations(lambda a: lax.reshape(a, (4, 6)), [array(6, 4)])
-    rule = rule_of(eqn)
-    common = rule.operands[0][0][0]
-    assert (common, 2) == (rule.results[0][0][0], rule.sizes[common])
-    assert rule.whole
-
-
 def test_what_is_not_known_has_no_rule():
     (eqn,) = equations(lambda x: jax.pure_callback(np.sin, x, x), [array(8)])
     assert rule_of(eqn) is None

@@ -163,12 +163,6 @@ def test_states_follow_their_parameters_by_flow():
     assert {("inputs/0/p/w", 1), ("inputs/0/zzz/w", 1)} in classes(step)
 
 
-def test_sizes_that_are_equal_are_not_one_dimension():
-    step = sr.trace(lambda p, x: x @ p["w"], {"w": shape(16, 16)}, shape(8, 16))
-    assert {("inputs/0/w", 0), ("inputs/1", 1)} in classes(step)
-    assert {("inputs/0/w", 1)} in classes(step)
-
-
 def test_rows_of_the_gradients_of_experts_are_the_batch():
     def loss(params, x, sizes):
         return jnp.sum(lax.ragged_dot(x, params["up"], sizes) ** 2)
@@ -310,10 +304,3 @@ def test_without_a_plan_the_mesh_is_that_of_the_arguments():
     assert dict(sr.trace(lambda w, x: x @ w, cut[0], x).mesh.shape) == {"fsdp": 8}
     with pytest.raises(ValueError, match="the arguments have several meshes: fsdp=4; fsdp=8"):
         sr.trace(lambda w, x: x @ w, cut[1], x)
-
-
-def test_a_batch_on_a_mesh_of_explicit_axes_is_of_the_plans_mesh():
-    """`jax.sharding.AbstractMesh` has explicit axes unless told otherwise, and plans of sizes have not."""
-    mesh = jax.sharding.AbstractMesh((4, 2), ("fsdp", "tp"))
-    x = shape(64, 128, sharding=NamedSharding(mesh, P("fsdp")))
-    assert sr.trace(up, plan_on(SIZES), x).flops == 2 * 64 * 128 * 512

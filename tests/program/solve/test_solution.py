@@ -1,10 +1,12 @@
-"""What users take from a solution: rules, constraints, and the best as compiled."""
+"""`solve`: rules and constraints, the best as compiled, and what is refused."""
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
@@ -82,28 +84,11 @@ def test_arrays_with_logical_names_get_rules_of_paths():
     assert dict(solution.rules) == {"^up$": (None, AXES), "down": (AXES,)}
 
 
-def test_the_step_with_its_constraints_gives_the_same():
-    solution = solved(FEW)
-    params = jax.tree.map(lambda s: jax.numpy.ones(s.shape, s.dtype), TREE)
-    x = jax.numpy.arange(FEW * 512.0).reshape(FEW, 512) % 3 - 1
-    expected = jax.jit(train)(params, x)
-    with solution.constraints(devices()) as step:
-        result = step(params, x)
-    jax.tree.map(np.testing.assert_array_equal, result, expected)
-    assert result["up"].sharding.spec == P(None, AXES)
-
-
 def test_constraints_need_devices_with_the_axes_of_the_solution():
     solution = solved(FEW)
     for mesh in (None, devices(2, 4)):
         with pytest.raises(ValueError, match="and the solution is for fsdp=4,tp=2: give a mesh"):
             solution.constraints(mesh).__enter__()
-
-
-def test_without_a_plan_the_rules_are_of_the_first_argument():
-    step = sr.trace(train, TREE, shape(FEW, 512), on=devices())
-    solution = sr.solve(step, SIZES, hardware="v5p")
-    assert [spec for _, spec in solution.rules] == [(None, AXES), (AXES,)]
 
 
 def compiled(rows=FEW):
@@ -256,3 +241,139 @@ def test_code_by_device_keeps_its_specs():
     x = jax.numpy.ones((FEW, 512))
     with solution.constraints(mesh) as constrained:
         np.testing.assert_array_equal(constrained(params, x), jax.jit(forward)(params, x))
+
+
+# The space, and what is refused
+
+
+def traced(rows=4096):
+    plan = sr.plan(TREE, [(".*", ())], {"fsdp": 4, "tp": 2})
+    return sr.trace(train, plan, shape(rows, 512))
+
+
+def test_few_rows_leave_the_weights_where_they_are():
+    solution = sr.solve(traced(8), {"fsdp": 4, "tp": 2}, hardware="v5p")
+    up, down = (solution.plan.kind(name).spec for name in ("up", "down"))
+    assert (up, down) == (P(None, ("fsdp", "tp")), P(("fsdp", "tp"), None))
+
+
+def layers(params, x):
+    body = lambda x, w: (x + jnp.tanh(x @ w["a"]) @ w["b"], None)  # noqa: E731
+    return jnp.sum(jax.lax.scan(body, x, params)[0] ** 2)
+
+
+def train_layers(params, x):
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(layers)(params, x))
+
+
+STACKS = {"a": shape(4, 512, 2048), "b": shape(4, 2048, 512)}
+
+
+def test_what_is_kept_is_so_in_loops_gradients_and_results():
+    plan = sr.plan(STACKS, [("a", (None, "tp")), ("b", (None, None, "tp"))], {"fsdp": 4, "tp": 2})
+    step = sr.trace(train_layers, plan, shape(2**16, 512))
+    solution = sr.solve(step, {"fsdp": 4, "tp": 2}, hardware="v5p", keep=["inputs/0"])
+    assert solution.specs["inputs/0/a"] == P(None, "tp")
+    assert solution.specs["inputs/0/b"] == P(None, None, "tp")
+    gathered = {s.axes for s in solution._spread.sent if s.kind == "all-gather" and s.trips == 4}
+    assert gathered == {("tp",)}
+    assert [sent for sent in solution._spread.sent if sent.trips == 1] == []
+
+
+def test_what_does_not_fit_says_by_how_much():
+    step = sr.trace(train_layers, STACKS, shape(2**16, 512))
+    with pytest.raises(ValueError, match="nothing fits") as error:
+        sr.solve(step, {"fsdp": 4}, hardware="v5p", hbm=10**8)
+    assert re.search(
+        r"needs .* on each device of fsdp=4, .* more than the 100 MB", str(error.value)
+    )
+    with pytest.raises(ValueError, match="nothing fits of what was tried"):
+        sr.solve(step, {"fsdp": 4}, hardware="v5p", hbm=10**8, time_limit=0)
+
+
+def test_a_time_limit_gives_the_best_so_far_with_its_gap():
+    step = traced(64)
+    whole = sr.solve(step, {"fsdp": 4, "tp": 2}, hardware="v5p")
+    assert (whole.gap, whole.bound) == (0, whole.seconds)
+    ended = sr.solve(step, {"fsdp": 4, "tp": 2}, hardware="v5p", time_limit=0)
+    assert 0 < ended.bound <= whole.seconds <= ended.seconds
+    assert ended.gap == pytest.approx(1 - ended.bound / ended.seconds)
+    assert ended.gap > 0
+
+
+def test_an_interrupt_gives_the_best_so_far(monkeypatch):
+    def interrupt(self, most):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shardrules._program.solve.search.Search.prove", interrupt)
+    solution = sr.solve(traced(64), {"fsdp": 4, "tp": 2}, hardware="v5p")
+    assert solution.gap > 0
+
+
+def test_what_is_not_modelled_is_whole_and_named():
+    def call(params, x):
+        y = jax.pure_callback(lambda a: a, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return y @ params["up"]
+
+    solution = sr.solve(sr.trace(call, TREE, shape(2**16, 512)), {"fsdp": 4}, hardware="v5p")
+    assert solution.step.unmodelled == ("pure_callback (1 times)",)
+    whole = solution._spread.arrays.local
+    assert whole
+    assert all(not any(solution._spread.target(n)) for n in whole)
+
+
+def test_a_step_without_products_and_a_mesh_of_one_device_have_solutions():
+    tree = {"w": shape(8, 8)}
+    added = sr.trace(lambda params, x: params["w"] + x, tree, shape(8, 8))
+    assert sr.solve(added, {"fsdp": 2}, hardware="v5p").seconds == 0
+    alone = sr.solve(traced(), {"fsdp": 1}, hardware="v5p")
+    assert (alone.gap, alone.candidates[0].predicted.sent) == (0, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hardware": None}, "hardware: give the devices"),
+        ({"keep": ["nowhere"]}, "keep: 'nowhere' is in no path"),
+        ({"keep": "up"}, "keep is 'up' (a str); it must be a sequence"),
+        ({"keep": [("up", P())]}, "keep[0] is ('up', "),
+        ({"keep": ["("]}, "is no pattern"),
+        ({"time_limit": float("nan")}, "time_limit"),
+        ({"on": None}, "the step was traced without a mesh"),
+        ({"step": sr.trace(lambda: 1.0)}, "traced without arrays among its arguments"),
+    ],
+)
+def test_wrong_arguments_are_named(options, message):
+    step = sr.trace(train, TREE, shape(8, 512))
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        sr.solve(**{"step": step, "on": {"fsdp": 4}, "hardware": "v5p", **options})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"fsdp": 3}, "keep: inputs/1: dim 0 of size 8 is not divisible by fsdp=3"),
+        ({"tp": 4}, "keep: inputs/1: the mesh has no axis 'fsdp'"),
+    ],
+)
+def test_what_is_kept_must_be_possible_on_the_mesh(sizes, message):
+    cut = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("fsdp",)), P("fsdp"))
+    step = sr.trace(train, TREE, jax.ShapeDtypeStruct((8, 512), "float32", sharding=cut))
+    with pytest.raises(ValueError, match=message):
+        sr.solve(step, sizes, hardware="v5p", keep=["inputs/1"])
+
+
+def test_what_only_code_by_device_makes_and_reads_is_not_chosen():
+    """Such as what its forward pass saves for its backward pass, and constants in it."""
+    mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
+
+    def local(w, x):
+        return jnp.sin(jnp.sin(x @ w) @ w.T)
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("fsdp")), out_specs=P("fsdp"))
+    step = sr.trace(jax.grad(lambda w, x: jnp.sum(mapped(w, x))), shape(64, 128), shape(4096, 64))
+    made = next(op for op, _ in step._equations.everything() if op.name == "shard_map").outputs
+    solution = sr.solve(step, {"fsdp": 8}, hardware="v5p")
+    assert len(made) > 2
+    assert all(solution._spread.target(number)[0] == ("fsdp",) for number in made)
+    assert [row.size for row in solution.choices[1:]] == [4096, 64, 128]
