@@ -107,7 +107,7 @@ VerifyKind = Literal[
     "unequal",
     "nan",
 ]
-"""In the order of the tables in `verify` and `audit`, which say what they are."""
+"""In the order of docs/findings.md, which says what they are."""
 FindingKind = CheckKind | VerifyKind
 _MOST_PATHS: Final = 5
 _GITHUB_COMMANDS: Final = {"error": "error", "warning": "warning", "info": "notice"}
@@ -119,7 +119,7 @@ class Finding(NamedTuple):
 
     level: Level
     kind: FindingKind
-    """What was found: the row of the table in `Plan.check`, `verify` or `audit`."""
+    """What was found: a section of the page "Findings"."""
     message: str
     fix: str
     paths: tuple[str, ...] = ()

@@ -72,21 +72,8 @@ def audit(tree: Any, plan: Plan, *, values: bool = False) -> Findings:
 
     Nothing is moved, and no data is read, unless by `values`. Shardings that cut alike are equal,
     whatever they are called: `P("tp")` and `P(("tp",), None)`, or a mesh axis of one device. In
-    several processes, each process calls this with its tree; all get the same findings.
-
-    | kind | level | what |
-    |---|---|---|
-    | structure | error | leaves of the plan that the tree lacks; leaves that the plan lacks |
-    | unplanned | error | leaves that the plan has no place for; `Plan.check` says why |
-    | type | error | leaves of another shape or dtype; what `jax_enable_x64` makes narrow is alike |
-    | deleted | error | arrays that were donated to a call, or deleted |
-    | unknown | error | abstract arrays without devices |
-    | unplaced | error, warning | numpy arrays and numbers, and arrays on a device that JAX chose;
-      a warning if the plan replicates them and they are not large together (16 MiB) |
-    | devices | error | arrays on other devices than the plan's, or on these in another order |
-    | memory-kind | error | arrays in another memory |
-    | sharding | error | arrays that are sharded otherwise |
-    | differs | error | with `values`, arrays whose copies of a shard have not the same bits |
+    several processes, each process calls this with its tree; all get the same findings. The page
+    "Findings" says what each kind means.
 
     Args:
         tree: A tree like the one that was planned. Its leaves are found by their paths if its

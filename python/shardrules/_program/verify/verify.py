@@ -51,7 +51,7 @@ def verify(
 ) -> Findings:
     """Find where a compiled function differs from the plan, and what that costs.
 
-    Nothing is run. The page "Findings" says from where each finding is read.
+    Nothing is run. The page "Findings" says what each kind means.
 
     | you have | it looks |
     |---|---|
@@ -60,32 +60,6 @@ def verify(
     | an executable that you compiled | `sr.verify(compiled, (plan, None), plan)` |
     | live arrays | `sr.audit(params, plan)` |
     | a small step, and this machine | `sr.rehearse(step_on, {"fsdp": 4, "tp": 2})` |
-
-    | kind | level | what |
-    |---|---|---|
-    | input | error, warning, info | arguments that the executable takes in another sharding than
-      planned; a warning if nothing is planned, so that nothing is compared, and for large arrays
-      that the function closes over; info for those that jit has dropped, as the function does not
-      use them, and if the plan is for devices of another kind, which run another program |
-    | output | error, info | results that come out in another sharding than planned; info for
-      large ones of a step that are neither its state nor planned |
-    | fixed-point | error, warning | a state that comes out otherwise than it goes in; a warning if
-      only its likeness tells that it is one |
-    | memory-kind | error | arguments or results in another memory than planned |
-    | donation | error, warning, info | donated arguments whose memory no result takes; a warning if
-      they are not states; a warning for large states that are not donated, info for small ones |
-    | gathered | warning, info | planned arrays of which a device gets more than its part: a
-      warning if a loop holds layers, devices do the same work with them, or they are experts; info
-      for what FSDP does |
-    | unexpected | warning | collectives that do not follow from the plan, such as activations that
-      are gathered over the batch's axis, or gradients that are summed in every micro-batch |
-    | differs | error, info | results whose copies differ, as a sum over devices is missing; info
-      if only the number of the device makes them differ, such as random keys |
-    | batch | warning | products that all devices along a mesh axis compute alike |
-    | remat | info | activations that the forward pass keeps, for most of the memory beside the
-      arguments |
-    | budget | error, warning | more bytes than `budget`; a warning if they are not known |
-    | peak | error | more memory than `hbm` |
 
     Args:
         compiled: `jax.jit(f).lower(...).compile()`, or the same of `flax.nnx.jit` or
