@@ -148,16 +148,15 @@ def _check_rules(path: str) -> None:
 
 @contextmanager
 def _lenient_locks(text: str) -> Iterator[None]:
-    """Any fingerprint fits, for what is behind that check; and few leaves, which take less time."""
+    """Any digest fits, for what is behind that check; and few leaves, which take less time."""
     try:
         content = json.loads(text)
-        fingerprints = content["fingerprint"], content.get("rules_fingerprint")
+        digest = content["digest"]
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
-        fingerprints = None, None
+        digest = None
     with (
         mock.patch.object(locks, "MOST_LEAVES", 10_000),
-        mock.patch.object(locks, "leaves_digest", return_value=fingerprints[0]),
-        mock.patch.object(locks, "rules_digest", return_value=fingerprints[1]),
+        mock.patch.object(locks, "_digest", return_value=digest),
     ):
         yield
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -34,7 +35,6 @@ from shardrules._plan.codec import (
     rules_of,
     spec_data,
 )
-from shardrules._plan.diff import leaves_digest, plan_fingerprint, rules_digest
 from shardrules._plan.fold import expanded, text_length
 from shardrules._plan.kinds import WITHOUT_RULE, Fit, Kind, dtype_shown, kind_of, problem_shown
 from shardrules._plan.leaves import (
@@ -66,8 +66,7 @@ class _LockTable(RuleTable, kw_only=True):
     """A plan: its rules as in rule files, but for the dialect, which is given whole."""
 
     format: str
-    fingerprint: Any
-    rules_fingerprint: Any
+    digest: Any
     mesh: Annotated[dict[str, Any], Meta(description="a table of axes and their sizes")]
     leaves: Listed
 
@@ -90,37 +89,28 @@ class _LeafTable(FileTable, kw_only=True):
     problem: Annotated[str | None, Meta(description="a text")] = None
 
 
-def _decider_text(leaf: dict[str, Any]) -> str:
-    """Return what decides leaves, from their table, for `rules_digest`."""
-    decider = [leaf["rule"], leaf.get("problem")]
-    return json.dumps([*decider, leaf["names"], leaf["rules"]] if "names" in leaf else decider)
-
-
 def lock_text(plan: Plan) -> str:
     """Write `Plan.lock`."""
     _check_lockable(plan.paths)
     folded = sorted(plan.folded, key=lambda siblings: siblings.pattern)
     patterns = [siblings.pattern for siblings in folded]
     kinds = [siblings.group for siblings in folded]
-    tables = list(map(_leaf_data, plan.kinds))
-    leaf_texts = [checked_json(table).removeprefix("{") for table in tables]
+    leaf_texts = [checked_json(_leaf_data(kind)).removeprefix("{") for kind in plan.kinds]
     leaves = [
         f'{{"path": {pattern}, {leaf_texts[kind]}'
         for pattern, kind in zip(_each_json(patterns), kinds, strict=True)
     ]
-    deciders = list(map(_decider_text, tables))
-    head = rules_data(plan.rules)
-    decided_by = [deciders[kind] for kind in kinds]
-    rules_fingerprint = rules_digest(head, patterns, decided_by)
-    rules = head.pop("rules")
-    head = {
-        "format": FORMAT,
-        "fingerprint": plan_fingerprint(plan),
-        "rules_fingerprint": rules_fingerprint,
-        "mesh": plan.axis_sizes,
-        **head,
-    }
-    return lines_of(head, rules=map(checked_json, rules), leaves=leaves)
+    data = rules_data(plan.rules)
+    rules = list(map(checked_json, data.pop("rules")))
+    head = {"mesh": plan.axis_sizes, **data}
+    digest = _digest(json.loads(lines_of(head, rules=rules, leaves=leaves)))
+    return lines_of({"format": FORMAT, "digest": digest, **head}, rules=rules, leaves=leaves)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    """Digest all that a lock says, however its JSON is laid out."""
+    said = {key: value for key, value in content.items() if key not in ("format", "digest")}
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
 def _check_lockable(paths: list[str]) -> None:
@@ -149,6 +139,7 @@ def read_lock(data: bytes, name: str) -> tuple[OnMesh, dict[str, int]]:
     with naming(name, _FIX):
         _check_format(content)
         table = record_of("", content, _LockTable, "it")
+        digest = _digest(content)
         axis_sizes = checked_sizes(table.mesh)
         rules = rules_of(table, read_dialect(table.dialect, is_logical=table.is_logical))
         leaves = _Leaves(len(rules), axis_sizes)
@@ -159,11 +150,8 @@ def read_lock(data: bytes, name: str) -> tuple[OnMesh, dict[str, int]]:
         numbers = np.array(leaves.kind_of, np.int32)
         if len(tree) < len(leaves.paths):
             raise ValueError("two of its patterns stand for the same path")
-        of_leaves = leaves_digest(axis_sizes, leaves.paths, numbers, leaves.kinds)
-        _check_digest("fingerprint", table.fingerprint, of_leaves)
-        head = {key: content[key] for key in RuleTable.__struct_fields__ if key in content}
-        of_rules = rules_digest(head, leaves.patterns, leaves.decided_by)
-        _check_digest("rules' fingerprint", table.rules_fingerprint, of_rules)
+        if digest != table.digest:
+            raise ValueError("its digest is that of another lock: it was changed by hand")
     locked = Leaves(rules, tree, leaves.paths, leaves.paths, numbers, leaves.types)
     return partial(_put_locked, locked, leaves.kinds, axis_sizes), axis_sizes
 
@@ -191,11 +179,6 @@ def _check_format(content: Any) -> None:
         raise ValueError(f"not a lock: its format is not {FORMAT!r}")
 
 
-def _check_digest(what: str, written: object, digest: str) -> None:
-    if digest != written:
-        raise ValueError(f"its {what} is that of another plan: it was changed by hand")
-
-
 class _Leaves:
     """Leaves that the tables of a lock stand for."""
 
@@ -204,11 +187,9 @@ class _Leaves:
         self.kind_of: list[int] = []
         self.types: list[LeafType] = []
         self.kinds: list[Kind] = []
-        self.patterns: list[str] = []
-        self.decided_by: list[str] = []
         self._rules = rules
         self._axis_sizes = axis_sizes
-        self._kinds: dict[str, tuple[int, str]] = {}
+        self._kinds: dict[str, int] = {}
         self._text_left = MOST_TEXT
 
     def add(self, where: str, table: Any) -> None:
@@ -219,15 +200,13 @@ class _Leaves:
             if key not in self._kinds:
                 self.types.append(_read_type(leaf, self._rules))
                 self.kinds.append(_read_kind(self.types[-1], leaf, self._axis_sizes))
-                self._kinds[key] = len(self.kinds) - 1, _decider_text(table)
-            kind, decider = self._kinds[key]
+                self._kinds[key] = len(self.kinds) - 1
+            kind = self._kinds[key]
             most = MOST_LEAVES - len(self.paths)
             paths = expanded(leaf.path, most, self._text_left)
         self._text_left -= text_length(leaf.path) * len(paths)
         self.paths += paths
         self.kind_of += [kind] * len(paths)
-        self.patterns.append(leaf.path)
-        self.decided_by.append(decider)
 
 
 def _leaf_data(kind: Kind) -> dict[str, Any]:
