@@ -164,17 +164,10 @@ def align(tree: Any, reference: Walk, walk: Callable[[Any], _Walk]) -> Alignment
     if -1 not in rows:
         return direct
     # An array in a box has a longer path.
-    boxes = open_boxes(tree)
+    boxes, unboxed = open_boxes(tree), _without_boxes(reference, walk)
     plain = walk(boxes.tree)
-    plain_reference = _without_boxes(reference, walk)
-    without = [
-        Alignment(plain, match_leaves(plain, each), boxes.tree, boxes, each.paths)
-        for each in (reference, plain_reference)
-    ]
-    boxed = Alignment(
-        leaves, match_leaves(leaves, plain_reference), tree, None, plain_reference.paths
-    )
-    return min((direct, without[0], boxed, without[1]), key=lambda each: each.rows.count(-1))
+    without = Alignment(plain, match_leaves(plain, unboxed), boxes.tree, boxes, unboxed.paths)
+    return min(direct, without, key=lambda each: each.rows.count(-1))
 
 
 def _without_boxes(reference: Walk, walk: Callable[[Any], Walk]) -> PathsOfTree:

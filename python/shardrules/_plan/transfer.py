@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -19,9 +18,9 @@ from shardrules._base.text import (
     counted,
     mesh_shown,
     printable,
-    printable_lines,
     record,
 )
+from shardrules._place.leaf_errors import listing
 from shardrules._place.mesh import MeshLike, has_devices
 from shardrules._plan.answers import Answer, Column, Table
 from shardrules._plan.check import refusals
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
     from shardrules._plan.plan import Plan
 
-_MOST_LISTED: Final = 4
 _MOST_ROWS: Final = 60
 # Pairs of kinds times devices; so many take some ten seconds.
 _MOST_WORK: Final = 2**27
@@ -291,19 +289,17 @@ def _same_leaves(pairs: Pairs) -> list[tuple[Kind, Kind]]:
     if len(alike) == len(pairs.groups):
         return list(alike.values())
     rows = np.flatnonzero(np.isin(pairs.group_of, list(alike), invert=True))
-    groups: dict[tuple[bool, ...], list[str]] = defaultdict(list)
-    for leaf in fold([pairs.paths[row] for row in rows], pairs.group_of[rows]):
-        pair = pairs.groups[leaf.group]
-        groups[tuple(kind is None for kind in pair)].append(
-            f"  {leaf.pattern}: {_difference(pair)}"
+    folded = fold([pairs.paths[row] for row in rows], pairs.group_of[rows])
+    raise ValueError(
+        listing(
+            f"other: {counted(len(rows), 'leaf')} of the two plans are not the same, and leaves "
+            "move as they are: plan the same tree on the other mesh, as "
+            "plan.transfer(plan.on_mesh(mesh)) does",
+            (f"{leaf.pattern}: {_difference(pairs.groups[leaf.group])}" for leaf in folded),
+            len(folded),
+            "path",
         )
-    lines = []
-    for texts in groups.values():
-        lines += [*texts[:_MOST_LISTED], *and_more(len(texts), _MOST_LISTED, "path")]
-    leaves = counted(len(rows), "leaf")
-    why = f"other: {leaves} of the two plans are not the same, and leaves move as they are"
-    fix = "plan the same tree on the other mesh, as plan.transfer(plan.on_mesh(mesh)) does"
-    raise ValueError(printable_lines([f"{why}: {fix}", *lines]))
+    )
 
 
 def _type_of(kind: Kind) -> tuple[tuple[int, ...] | None, str]:
