@@ -407,6 +407,8 @@ def check_rules_are_for_paths(leaves: Leaves, rules: Rules, tree: Any) -> None:
         TypeError: Each pattern is a plain word that is a name in a box or Variable of the tree, or
             that matches no path.
     """
+    if not _may_have_boxes():
+        return
     patterns = [pattern for pattern, _ in rules]
     if not all(isinstance(pattern, str) and _PLAIN.fullmatch(pattern) for pattern in patterns):
         return
