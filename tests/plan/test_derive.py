@@ -664,15 +664,6 @@ def test_tables(leaf, shape, base, spec):
     assert plan.explain(leaf).tried[plan.kinds[0].rule].outcome == "wins"
 
 
-def test_flax_lora_has_these_shapes():
-    nnx = pytest.importorskip("flax.nnx")
-    layer = nnx.LoRALinear(32, 64, lora_rank=4, rngs=nnx.Rngs(0))
-    plan = plan_of({"layer": nnx.state(layer)}, companions=sr.LORA)
-    specs = {path.split("/")[-2]: plan.kind(path).spec for path in plan.paths}
-    assert specs["lora_a"] == P("fsdp", None)
-    assert specs["lora_b"] == P(None, "tp")
-
-
 # What qwix 0.1.8 makes of these weights: nnx.Linear, LinearGeneral in both directions, a square
 # one, a convolution, and einsums BD,NDH->BNH, BNH,NHD->BD and (of experts) ECD,EDF->ECF.
 QWIX = [
@@ -704,40 +695,6 @@ def test_qwix_has_these_shapes():
     plan = sr.plan(nnx.state(model), [("kernel", P("tp", "fsdp"))], SIZES, companions=sr.LORA)
     assert plan.kind("kernel_lora_a/value").spec == P("fsdp", None)
     assert plan.kind("kernel_lora_b/value").spec == P(None, "tp", None)
-
-
-@pytest.mark.parametrize(("leaf", "shape", "base", "spec"), NAMES)
-def test_tables_on_stacks(leaf, shape, base, spec):
-    """A table and a stack combined: as the table alone, with the stack's dimension."""
-    rules = [
-        ("kernel(/value)?$", P("in", "out")),
-        (r"[./]weight$", P("out", "in")),
-        (r"_proj$", P("expert", "in", "out")),
-        (".*", P()),
-    ]
-    mesh, tables = {"in": 2, "out": 4, "expert": 2, "stage": 3}, (*sr.LORA, *sr.QUANTIZED)
-    of_layer = sr.plan({leaf: abstract(*shape)}, rules, mesh, companions=tables).specs()[leaf]
-    assert of_layer == P(*spec)
-    for_layers = [(f"layers/0/.*{pattern}", entries) for pattern, entries in rules[:-1]] + rules[
-        -1:
-    ]
-    stacks = (sr.stacked("layers", mesh_axis="stage"), *tables)
-    tree = {"layers": {leaf: abstract(6, *shape)}}
-    plan = sr.plan(tree, for_layers, mesh, companions=stacks)
-    assert plan.specs()["layers"][leaf] == P("stage", *of_layer)
-    assert plan.sources == [f"layers/0/{base}"]
-    assert of_kind_companion(plan) == {"LORA", "QUANTIZED"} - {table_of(leaf)}
-
-
-def table_of(leaf):
-    return "LORA" if "lora" in leaf else "QUANTIZED"
-
-
-def of_kind_companion(plan):
-    """The names of what finds nothing."""
-    found = [one for one in plan.check() if one.kind == "companion"]
-    assert all("finds no leaf" in one.message for one in found), found
-    return {one.message.split()[0] for one in found}
 
 
 @pytest.mark.parametrize(("weight", "a", "b", "of_a", "of_b"), QWIX)
@@ -808,24 +765,6 @@ def test_deepseek_scales_are_cut_like_their_weights():
     assert odd == {(576, 7168)}  # five blocks, the last of them not whole
 
 
-@pytest.mark.parametrize(
-    "dialect",
-    [
-        sr.dialects.EFORMER,
-        sr.dialects.EASYLM,
-        sr.dialects.SPECTRAX,
-        sr.dialects.KERAS,
-        sr.dialects.KEYSTR,
-    ],
-)
-def test_dialects(dialect):
-    fitting = {sr.dialects.KERAS: "a/kernel", sr.dialects.KEYSTR: r"\['kernel'\]"}
-    rules = sr.Rules([(fitting.get(dialect, "kernel$"), P("fsdp", "tp"))], dialect)
-    tree = {"a": {"scale": abstract(8)}}
-    plan = sr.plan(tree, rules, SIZES, companions=[sr.Companion("scale", "kernel", dims=(1,))])
-    assert plan.specs() == {"a": {"scale": P("tp")}}
-
-
 def test_other_rules_leave_companions_out():
     tree, other = {"layers": {"w": abstract(4, 8, 8)}}, [("w", P(None, "tp"))]
     rules = [("layers/0/w", P("fsdp", "tp"))]
@@ -855,25 +794,6 @@ def test_bad_companions():
             sr.Companion("x", "y", dims=dims)
     with pytest.raises(ValueError, match="axis is -1"):
         sr.stacked("h", axis=-1)
-
-
-def test_random_trees_of_one_layer(rng):
-    """Specs of stacks are the layers' with None in front, whatever the layers are."""
-    for _ in range(30):
-        layer = {
-            f"w{i}": tuple(rng.choice((1, 3, 8, 12)) for _ in range(rng.randint(1, 3)))
-            for i in range(5)
-        }
-        rules = [
-            (f"h/\\d+/w{i}", P(*rng.sample(["fsdp", "tp", "dp", None], rng.randint(0, 3))))
-            for i in range(5)
-        ]
-        single = sr.plan({"h": [{k: abstract(*s) for k, s in layer.items()}]}, rules, SIZES)
-        stack = {"h": {k: abstract(5, *s) for k, s in layer.items()}}
-        plan = sr.plan(stack, rules, SIZES, companions=[sr.stacked("h")])
-        for name, spec in single.specs()["h"][0].items():
-            derived = plan.specs()["h"][name]
-            assert derived == (P(None, *spec) if any(spec) else P()), (rules, layer)
 
 
 def test_the_moment_of_a_kernel_was_replicated_where_a_module_is_called_as_a_field():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from jax import tree_util
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -117,18 +116,6 @@ class TestSpecs:
 
 
 class TestPlans:
-    def test_arrays_go_where_the_plan_says(self):
-        tree = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), layers())
-        plan = sr.plan(layers(), RULES, MESH)
-        placed = sr.shard(tree, plan)
-        sr.audit(placed, plan).raise_for("warning")
-        for same in (
-            sr.with_sharding_constraint(tree, plan),
-            jax.jit(lambda one: sr.with_sharding_constraint(one, plan))(placed),
-        ):
-            sr.audit(same, plan).raise_for("warning")
-        assert sr.named_shardings(tree, plan) == plan.shardings()
-
     def test_other_dtypes_and_parts_of_the_tree_are_decided_as_well(self):
         plan = sr.plan(layers(), RULES, SIZES)
         half = sr.plan(layers(dtype="bfloat16"), plan)
@@ -197,20 +184,6 @@ class TestPlans:
         assert sr.shard(tree, plan)["w"].sharding.memory_kind == "pinned_host"
         said = sr.plan({"w": array(8, 8)}, [("w", sr.RuleSpec("tp", memory_kind="device"))], MESH)
         assert sr.shard(tree, said)["w"].sharding.memory_kind == "device"
-
-    def test_boxes_and_variables(self):
-        nnx = pytest.importorskip("flax.nnx")
-        state = nnx.eval_shape(lambda: nnx.state(nnx.Linear(8, 8, rngs=nnx.Rngs(0))))
-        plan = sr.plan(state, [("kernel", "tp"), ("bias", ())], SIZES)
-        assert tree_util.tree_leaves(sr.named_shardings(state, plan)) == tree_util.tree_leaves(
-            plan.shardings()
-        )
-        pure = nnx.to_pure_dict(state)
-        of_arrays = sr.plan(pure, [("kernel", "tp"), ("bias", ())], SIZES)
-        found = sr.named_shardings(state, of_arrays)
-        assert [one.spec for one in tree_util.tree_leaves(found)] == [
-            one.spec for one in tree_util.tree_leaves(plan.shardings())
-        ]
 
 
 def test_companions_are_for_rules_of_paths_alone():

@@ -25,7 +25,7 @@ import shardrules as sr
 from shardrules._base.correction import LibraryCorrection
 from tests.support import corpus, references
 from tests.support.plans import leaf_bytes, shard_bytes
-from tests.support.slow import MODELS, slow
+from tests.support.slow import MODELS
 from tests.support.trees import WITHOUT_ARRAYS, kinds_of_trees, trees_of_libraries
 from tests.support.work import calls
 
@@ -256,87 +256,6 @@ class TestMeshes:
             sr.plan(self.TREE, self.RULES, 3)
 
 
-def whole_bytes(leaf):
-    return -(-prod(leaf.shape) * {"int4": 4}.get(str(leaf.dtype), 8 * leaf.dtype.itemsize) // 8)
-
-
-@pytest.mark.parametrize(
-    "model", ["easydel-mixtral-8x22b", "flax-gpt-j-6b", "whisper-large-v3", slow(corpus.DEEPSEEK)]
-)
-def test_columns(model):
-    """Even shards: against NamedSharding.shard_shape, leaf by leaf."""
-    tree = corpus.manifest(model).nested(corpus.with_dtype)
-    rules = sr.Rules(
-        [
-            *corpus.rules("easydel__deepseek_v3-DeepseekV3Config-v0.2.0")[:-1],
-            ("kernel", "fsdp"),
-            ("", "tp"),
-        ]
-    )
-    mesh = MESHES[0]
-    plan = sr.plan(tree, rules, mesh)
-    shardings = dict(
-        zip(
-            map(references.SLASHED, paths_of(tree)),
-            tree_util.tree_leaves(sr.named_shardings(tree, rules, mesh)),
-            strict=True,
-        )
-    )
-    leaves = {
-        references.SLASHED(path): leaf for path, leaf in tree_util.tree_flatten_with_path(tree)[0]
-    }
-    assert sorted(plan.paths) == sorted(leaves)
-    patterns = [pattern for pattern, _ in rules]
-    for path, rule, held, part in zip(
-        plan.paths, plan.rule, leaf_bytes(plan), shard_bytes(plan), strict=True
-    ):
-        leaf = leaves[path]
-        assert rule == references.by_search(patterns, path)
-        assert held == whole_bytes(leaf)
-        assert part == prod(shardings[path].shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    assert plan.rule.dtype == np.int32
-    assert plan.bytes_per_device().max == sum(shard_bytes(plan))
-    assert plan.counts.tolist() == np.bincount(plan.kind_of, minlength=len(plan.kinds)).tolist()
-
-
-def paths_of(tree):
-    return [path for path, _ in tree_util.tree_flatten_with_path(tree)[0]]
-
-
-def on_first_device(sharding, shape, itemsize):
-    """Bytes on the first device, as its slices of the array say."""
-    slices = sharding.devices_indices_map(shape)[sharding.mesh.devices.item(0)]
-    sizes = (len(range(*part.indices(size))) for part, size in zip(slices, shape, strict=True))
-    return prod(sizes) * itemsize
-
-
-def test_bytes_per_device_of_even_shards(mesh):
-    tree = {
-        "params": {"w": array(8, 16), "b": array(16, dtype="bfloat16")},
-        "opt_state": [{"mu": {"w": array(8, 16)}}, array(8, dtype="int8")],
-    }
-    rules = [("w", ("fsdp", "tp")), ("b", "tp"), ("", "fsdp")]
-    shardings = tree_util.tree_leaves(sr.named_shardings(tree, rules, mesh))
-    expected = dict.fromkeys(("params", "optimizer", "gradients"), 0)
-    for (path, leaf), sharding in zip(
-        tree_util.tree_flatten_with_path(tree)[0], shardings, strict=True
-    ):
-        is_state = path[0].key == "opt_state"
-        size = on_first_device(sharding, leaf.shape, leaf.dtype.itemsize)
-        expected["optimizer" if is_state else "params"] += size
-        if not is_state:
-            expected["gradients"] += on_first_device(sharding, leaf.shape, 4)
-    plan = sr.plan(tree, rules, mesh)
-    found = plan.bytes_per_device(gradients="float32")
-    assert {name: getattr(found, name) for name in expected} == expected
-    assert found.max == sum(expected.values())
-    own = plan.bytes_per_device(gradients=True)
-    assert own.gradients == own.params
-    assert plan.bytes_per_device(gradients=False).gradients == 0
-    with pytest.raises(ValueError, match="float7"):
-        plan.bytes_per_device(gradients="float7")
-
-
 @pytest.mark.parametrize(
     "spec",
     [
@@ -558,19 +477,6 @@ class TestExplain:
             == "  1 other rule does not match"
         )
 
-    def test_a_misfit(self):
-        rules = [("a/w", sr.RuleSpec(("fsdp", "tp"), sr.Correction(indivisible="error")))]
-        lines = str(self.plan(rules).explain("a/w")).splitlines()
-        assert lines[-2] == "  PROBLEM        dim 1 of size 6 is not divisible by tp=4"
-        assert lines[-1].startswith("  fix            use fewer axes")
-
-    @pytest.mark.parametrize("method", ["explain", "kind"])
-    def test_paths_that_do_not_exist(self, method):
-        with pytest.raises(KeyError, match="no leaf has the path 'a/v'; near it: a/w"):
-            getattr(self.plan(), method)("a/v")
-        with pytest.raises(KeyError, match="no leaf has the path '%%%%%'; plan.paths lists them"):
-            getattr(self.plan(), method)("%%%%%")
-
     def test_agrees_with_the_columns(self):
         tree = corpus.manifest("flax-t5-v1_1-xxl").nested(corpus.with_dtype)
         rules = corpus.rules("JAXSeq__T5")
@@ -785,13 +691,6 @@ def test_the_table():
     assert str(many).splitlines()[-1] == "... and 40 more rows"
 
 
-def test_real_dtypes_are_those_of_the_manifest():
-    """A guard of these tests: the manifests have several, so that bytes differ."""
-    assert {
-        str(corpus.with_dtype(p).dtype) for p in corpus.manifest(corpus.DEEPSEEK).parameters
-    } == {"bfloat16", "float32"}
-
-
 EMPTY = [((),), ((), "tp"), (("tp",), ()), ((), ()), (None, ()), ("fsdp", (), "tp")]
 
 
@@ -808,22 +707,6 @@ def test_an_empty_entry_is_none(entries, pad):
         check_equal_to_named_shardings(plan, tree, rules, mesh)
     assert len({plan.fingerprint() for plan in plans}) == 1
     assert len({str(plan) for plan in plans}) == 1
-
-
-def layers():
-    return {"layers": [{"w": array(8, 8)} for _ in range(4)], "{head}": array(8)}
-
-
-@pytest.mark.parametrize("method", ["kind", "source"])
-def test_a_path_from_the_table(method):
-    plan = sr.plan(layers(), [("w", "tp"), ("", ())], {"tp": 2})
-    folded = [one.pattern for one in plan.folded]
-    assert folded == ["layers/{0..3}/w", "{{head}}"]
-    found = [getattr(plan, method)(path) for path in folded]
-    wanted = [getattr(plan, method)(path) for path in ("layers/0/w", "{head}")]
-    assert found == wanted
-    with pytest.raises(KeyError, match=r"near it: layers/\{0\.\.3\}/w"):
-        getattr(plan, method)("layers/{0..3}/u")
 
 
 def test_the_name_of_an_optimizer_is_no_dtype():
