@@ -12,7 +12,8 @@ TPU := .venv/$(VERSION)-tpu
 # A new environment each time, with nothing but a wheel and what it depends on.
 CLEAN := .venv/$(VERSION)-clean
 WHEEL := "$(CURDIR)"/dist/shardrules-*-cp$(subst py,,$(subst .,,$(VERSION)))-*.whl
-SOURCES := $(shell find csrc python CMakeLists.txt -type f -not -name '*.pyc') pyproject.toml
+CPP := $(shell find csrc CMakeLists.txt -type f) pyproject.toml
+SOURCES := $(CPP) $(shell find python -type f -not -name '*.pyc')
 INSTALL := install --quiet --disable-pip-version-check
 # Tests run on every core; PYTEST_ARGS passes more.
 PYTEST = -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
@@ -72,6 +73,10 @@ SANITIZED := tests/fuzzing tests/trees $(addprefix tests/,$(addsuffix .py,\
 sanitize: $(VENV)/installed build/tsan build/asan
 	rm -rf build/asan/site && mkdir build/asan/site && cp -R python/shardrules build/asan/site
 	cp build/asan/_core.*.so build/asan/site/shardrules
+	echo 'import sys; sys.meta_path[:] = [one for one in sys.meta_path if "Redirecting" not in type(one).__name__]' \
+	  >build/asan/site/sitecustomize.py # or the editable one would be found first
+	PYTHONPATH=build/asan/site $(VENV)/bin/python -c \
+	  'import importlib.util as u; assert "/asan/" in u.find_spec("shardrules._core").origin'
 	ulimit -s 65536 && PYTHONPATH=build/asan/site PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so.6)" \
 	  $(VENV)/bin/python $(PYTEST) $(SANITIZED)
@@ -147,10 +152,10 @@ $(VENV)/stores $(VENV)/fuzzers: $(VENV)/dependencies
 	$(VENV)/bin/python -m pip $(INSTALL) --group $(GROUP)
 	touch $@
 
-# cmake and ninja are the environment's own.
-%/installed: %/dependencies $(SOURCES)
+# Editable: Python is read from python/, and only a change of C++ builds anew. cmake and ninja are the environment's own.
+%/installed: %/dependencies $(CPP)
 	PATH="$(CURDIR)/$*/bin:$$PATH" $*/bin/python -m pip $(INSTALL) --no-build-isolation --no-deps \
-	  -C cmake.define.SHARDRULES_WERROR=ON .
+	  -C cmake.define.SHARDRULES_WERROR=ON -e .
 	touch $@
 
 # The TPU's compiler, in the version that this JAX wants, in a directory of its own: with it in the
