@@ -95,6 +95,8 @@ RULES = [
     ([["a", [""]]], "rule 0: entry 0 of spec is ''"),
     ([["a", {"min_rank": 2}]], "rule 0: spec: fsdp is missing; write the mesh axis"),
     ([["a", {"fsdp": "x", "min_byte": 2}]], "rule 0: spec: key 'min_byte' is"),
+    ([["a", {"fsdp": 3}]], "rule 0: spec: fsdp is 3 .*; write a mesh axis, or a list of axes"),
+    ([["a", {"fsdp": []}]], "rule 0: spec: .*at least one mesh axis"),
     ([["a", {"fsdp": [3]}]], r"rule 0: spec: axis\[0\] is 3"),
     ([["a", {"fsdp": "x", "min_bytes": "4MB!"}]], "rule 0: spec: '4MB!' is not"),
     ([["a", {"fsdp": "x", "min_rank": "2"}]], "rule 0: spec: min_rank is '2'"),

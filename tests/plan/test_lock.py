@@ -16,7 +16,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -150,27 +150,6 @@ def test_specs_that_are_made_from_shapes():
     )
 
 
-FSDP = {"fsdp": ["fsdp"], "min_bytes": 0, "min_rank": 0, "within": []}
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"min_bytes": 1}, "spec: fsdp is missing"),
-        (FSDP | {"more": 1}, "spec: key 'more' is unknown; the keys are fsdp"),
-        (FSDP | {"fsdp": 3}, "spec: fsdp is 3 .*; write a mesh axis, or a list of axes"),
-        (FSDP | {"fsdp": [3]}, "must be a string"),
-        (FSDP | {"fsdp": []}, "at least one mesh axis"),
-        (FSDP | {"min_bytes": -1}, "min_bytes is -1"),
-        (FSDP | {"min_rank": True}, "min_rank is True"),
-        (FSDP | {"within": [["fsdp"]]}, "each only once"),
-    ],
-)
-def test_what_is_no_spec_from_shapes(given, message):
-    with pytest.raises(sr.FileError, match=f"the lock: rule 0: .*{message}"):
-        sr.Plan.from_lock(edited(setting("rules", 0, "spec", given)))
-
-
 def test_a_flag_that_only_prints_is_left_out(capfd):
     plan = sr.plan({"w": array(4)}, [(re.compile("w", re.DEBUG), None)], MESH)
     assert "LITERAL" in capfd.readouterr().out
@@ -236,15 +215,11 @@ def test_a_lock_of_unreduced_axes_knows_an_explicit_mesh():
     ("spec", "message"),
     [
         ('{"entries": ["dp"], "unreduced": ["tp"]}', "by hand|this version of JAX has no unreduced"),
-        ('{"entries": ["dp"], "reduced": ["tp"]}', "by hand|this version of JAX has no reduced"),
         ('{"entries": ["dp"], "unreduced": ["dp"]}', "overlap|this version of JAX has no unreduced"),
         ('{"entries": ["dp"], "unreduced": []}', "spec: its axes are"),
         ('{"entries": ["dp"], "unreduced": [3]}', r"unreduced is \[3\] .*; write a list of axes"),
-        ('{"entries": ["dp"], "unreduced": "tp"}', "unreduced is 'tp' .*; write a list of axes"),
-        ('{"entries": ["dp"], "unreduced_kind": "no"}', "this version of JAX has no unreduced_kind=no"),
         ('{"entries": ["dp"], "unreduced_kind": 3}', "unreduced_kind is 3 .*; write a name"),
         ('{"entries": ["dp"], "other": ["tp"]}', "spec: key 'other' is unknown"),
-        ('{"unreduced": ["tp"]}', "spec: key 'unreduced' is unknown; the keys are fsdp"),
     ],
 )  # fmt: skip
 def test_tags_by_hand(spec, message):
@@ -259,11 +234,7 @@ HOSTILE = ["{", "}", "{{0}}", "{0..9}", "a{1}b", '"', "'", "\\", "\\0", "\0", "\
            "é", "\ud800", "\U0001f600", "٣", "007", "9" * 30, "-1", "", " ", "%2C", "</script>"]  # fmt: skip
 
 
-def test_hostile_names():
-    plan = sr.plan({name: array(4) for name in HOSTILE}, [("", "tp")], MESH)
-    assert set(check_round_trip(plan).paths) == set(HOSTILE)
-
-
+@example(dict.fromkeys(HOSTILE, 4))
 @given(st.dictionaries(st.lists(st.sampled_from([*HOSTILE, "0", "1", "2", "w"]), max_size=4).map("".join),
                        st.integers(1, 3), max_size=12))  # fmt: skip
 def test_any_names(sizes):
@@ -478,18 +449,16 @@ class TestDiff:
         assert diff.rules == ("which rule decides 1 leaf",)
 
     @pytest.mark.parametrize(
-        ("other", "told"),
+        ("other", "rules", "told"),
         [
-            (array(4, 8), "(8, 8) -> (4, 8)  (-16 B on each device)"),
-            (array(8, 8, dtype="bfloat16"), "float32 -> bfloat16  (-16 B on each device)"),
-            (
-                array(8, 7),
-                "(8, 8) -> (8, 7)  P('fsdp', 'tp') -> P('fsdp', None)  (+24 B on each device)",
-            ),
+            (array(4, 8), RULES, "(8, 8) -> (4, 8)  (-16 B on each device)"),
+            (array(8, 8, dtype="bfloat16"), RULES, "float32 -> bfloat16  (-16 B on each device)"),
+            (array(8, 7), RULES, "(8, 8) -> (8, 7)  P('fsdp', 'tp') -> P('fsdp', None)  (+24 B on each device)"),
+            (array(8, 8), [], "P('fsdp', 'tp') -> unmatched  (+224 B on each device)"),
         ],
-    )
-    def test_a_shape_or_dtype(self, other, told):
-        (change,) = self.plan({"wq": array(8, 8)}).diff(self.plan({"wq": other}))
+    )  # fmt: skip
+    def test_what_differs_of_a_leaf(self, other, rules, told):
+        (change,) = self.plan({"wq": array(8, 8)}).diff(self.plan({"wq": other}, rules))
         assert str(change) == f"~ wq  {told}"
 
     def test_the_mesh_alone(self):
@@ -499,10 +468,6 @@ class TestDiff:
         assert len(diff) == 0
         assert "dp=2,fsdp=4,tp=2 -> dp=1,fsdp=8,tp=1" in str(diff).splitlines()[0]
         assert self.plan(tree).diff(self.plan(tree, mesh=dict(reversed(MESH.items()))))
-
-    def test_problems(self):
-        (change,) = self.plan({"wq": array(8, 8)}).diff(self.plan({"wq": array(8, 8)}, []))
-        assert str(change) == "~ wq  P('fsdp', 'tp') -> unmatched  (+224 B on each device)"
 
     def test_equal_paths(self):
         tree = {"a/b": array(4), "a": {"b": array(2)}, "x": array(2)}
@@ -600,13 +565,9 @@ def test_a_lock_of_an_older_version_is_to_be_made_again(number, version):
     "text",
     [
         LOCK.replace('"mesh": {', '"mesh": {"tp": 1, ', 1),
-        LOCK.replace('"mesh":', '"mesh": {}, "mesh":', 1),
         LOCK.replace('"rules": [', '"rules": [], "rules": [', 1),
-        LOCK.replace('"spec":', '"spec": null, "spec":', 1),
-        LOCK.replace('"shape":', '"shape": [1], "shape":', 1),
-        LOCK.replace('"indivisible":', '"indivisible": "keep", "indivisible":', 1),
     ],
-    ids=range(6),
+    ids=range(2),
 )
 def test_keys_that_are_there_twice(text):
     """Python's reader takes the last, a reviewer reads the first."""
@@ -693,31 +654,7 @@ def test_many_leaves_together():
         (setting("mesh", "tp", 2.5), "must be an integer"),
         (setting("mesh", [["tp", 2]]), "mesh is .*; write a table of axes"),
         (setting("rules", {}), "rules is {} .*; write a list"),
-        (setting("rules", 0, "pattern", "("), "rule 0: missing \\)"),
-        (setting("rules", 0, "pattern", "a{99999999999999999999}"), "rule 0: "),
-        (setting("rules", 0, "pattern", "(" * 30_000), "rule 0: "),
-        (setting("rules", 0, "pattern", ["wq"]), "rule 0: the pattern must be a string"),
-        (setting("rules", 1, 3), "rule 1: it is 3"),
-        (setting("rules", 2, ["a", [], 1]), "rule 2: it is"),
-        (setting("rules", 0, "units", [0]), r"units\[0\] is 0"),
-        (
-            setting("rules", 0, "optional_axes", "sp"),
-            "optional_axes is 'sp' .*; write a list of axes",
-        ),
-        (setting("rules", 0, "optional_axes", [3]), r"optional_axes is \[3\]"),
-        (setting("rules", 0, "correction", {"absent": "maybe"}), "absent is 'maybe'"),
-        (setting("rules", 0, "correction", {"unknown": 1}), "unknown"),
-        (setting("min_size", "8"), "min_size is '8' .*; write a number of elements"),
         (setting("min_size", -8), "min_size is -8 .*; write a number of elements"),
-        (setting("rules", 0, "spec", 3), "rule 0: spec is 3 .*; write a list"),
-        (
-            setting("rules", 0, "spec", [["a", {"unconstrained": True}]]),
-            "rule 0: entry 0 of spec is",
-        ),
-        (setting("rules", 0, "more", 1), "rule 0: key 'more' is unknown"),
-        (setting("rules", 1, 1, [{"unconstrained": 1}]), "rule 1: entry 0 of spec is"),
-        (setting("rules", 1, 1, [{"unconstrained": False}]), "rule 1: entry 0 of spec is"),
-        (setting("kind", "logic"), "kind is 'logic' .*; write one of regex, logical"),
         (setting("dialect", None), "dialect: it is None"),
         (setting("dialect", "keys", "other"), "keys is 'other'"),
         (setting("dialect", "separator", 5), "separator is 5"),

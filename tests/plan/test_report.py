@@ -12,7 +12,7 @@ from html import escape, unescape
 from html.parser import HTMLParser
 from itertools import groupby, product
 from pathlib import Path
-from time import perf_counter, process_time
+from time import process_time
 from types import SimpleNamespace
 
 import jax
@@ -68,24 +68,6 @@ def rules():
 @pytest.fixture(scope="module")
 def deepseek():
     return sr.plan(corpus.manifest(corpus.DEEPSEEK).nested(corpus.abstract), rules(), MESH)
-
-
-@pytest.fixture(scope="module")
-def train_state():
-    """DeepSeek-V3 with Adam's moments: 136,185 leaves, and 10,000 of them that do not fold."""
-    parameters = corpus.manifest(corpus.DEEPSEEK).nested(corpus.abstract)
-    odd = {
-        f"adapter_{chr(97 + i % 26)}{chr(97 + i // 26 % 26)}{chr(97 + i // 676)}": {
-            "kernel": jax.ShapeDtypeStruct((512, 64), "bfloat16")
-        }
-        for i in range(10_000)
-    }
-    tree = {
-        "params": parameters,
-        "opt_state": {"mu": parameters, "nu": parameters},
-        "adapters": odd,
-    }
-    return sr.plan(tree, rules(), MESH)
 
 
 @pytest.fixture(scope="module")
@@ -242,17 +224,11 @@ def test_a_section_of_a_page_is_given_once(deepseek):
         deepseek.to_html(sections=[deepseek])
 
 
-@pytest.mark.parametrize(
-    ("options", "written"),
-    [
-        ({"dialect": replace(sr.dialects.EFORMER, name="own")}, "to_python"),
-        ({"like": [("up", sr.RuleSpec(("tp",), memory_kind="pinned_host"))]}, "to_toml"),
-    ],
-)
-def test_the_page_ends_with_suggested_rules(options, written):
+@pytest.mark.parametrize(("name", "written"), [("own", "to_python"), ("eformer", "to_toml")])
+def test_the_page_ends_with_suggested_rules(name, written):
     """As a file, or as code where no file can say them; with the reason of each."""
     tree = {"up": jax.ShapeDtypeStruct((64, 256), "float32")}
-    suggestion = sr.suggest(tree, {"tp": 2}, **options)
+    suggestion = sr.suggest(tree, {"tp": 2}, dialect=replace(sr.dialects.EFORMER, name=name))
     last = suggestion.plan.to_html(sections=[suggestion]).rpartition("<h2>")[2]
     assert last.startswith("Suggested rules</h2>")
     assert escape(getattr(suggestion, written)()) in last
@@ -334,15 +310,15 @@ def texts_in(value):
             yield from texts_in(item)
 
 
-def test_size_and_time(train_state):
-    """A report of 146,000 leaves costs a little per folded row."""
-    _ = train_state.folded
+def test_size_and_time(deepseek):
+    """A report costs a little per folded row: here are 10,000 leaves that do not fold."""
+    names = ["".join(letters) for letters in product("abcdefghij", repeat=4)]
+    plan = sr.plan(dict.fromkeys(names, jax.ShapeDtypeStruct((8, 8), "float32")), [], {"tp": 2})
     start = process_time()  # whatever else the machine does
-    page = train_state.to_html(sections=[FINDINGS])
-    seconds = process_time() - start
-    assert len(train_state.paths) == 146_185
-    assert len(page) < 1_500_000
-    assert seconds < 3
+    page = plan.to_html(sections=[FINDINGS])
+    assert process_time() - start < 3
+    assert len(page) < 500_000
+    assert len(deepseek.to_html(sections=[FINDINGS])) < 100_000
 
 
 def test_file_is_replaced_at_once(deepseek, tmp_path):
@@ -371,24 +347,11 @@ def test_notebook(deepseek, hostile):
 
 
 def test_what_a_notebook_gets_of_deepseek_is_small(deepseek):
-    plan = deepseek
-    suggestion = sr.suggest(plan)
-    unlike = plan.with_rules([(path, ()) for path in plan.paths[:1000]])
-    values = (
-        plan,
-        plan.check(),
-        plan.explain(plan.paths[0]),
-        plan.sweep(hbm=16 * 10**9),
-        suggestion,
-        plan.diff(suggestion.plan),
-        unlike,
-        unlike.check(),
-        unlike.explain(plan.paths[-1]),
-    )
-    pages = [value._repr_html_() for value in values]
-    assert max(map(len, pages)) <= 200_000
-    assert "<iframe sandbox=" in pages[0]
-    assert "<script" not in "".join(pages)
+    unlike = deepseek.with_rules([(path, ()) for path in deepseek.paths[:1000]])
+    for value in (deepseek, deepseek.check(), unlike, unlike.check(), deepseek.diff(unlike)):
+        page = value._repr_html_()
+        assert len(page) <= 200_000
+        assert "<script" not in page
 
 
 # In a browser
@@ -477,43 +440,21 @@ def test_the_page_has_the_compiled_program(program):
 AXE = os.environ.get("AXE", ROOT / "node_modules/axe-core/axe.min.js")
 
 
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory, deepseek):
-    """The pages of a plan with all that stands beside one, and of a solution."""
-    folder = tmp_path_factory.mktemp("pages")
-    sweep, suggestion = deepseek.sweep(hbm=16 * 10**9), sr.suggest(deepseek)
-    seconds = sr.types.ProgramTime(0.1, 0.1, (), 0.0, ())
-    deepseek.to_html(folder / "plan.html", sections=[sweep, suggestion, seconds], hbm=16 * 10**9)
-    tree = {
-        "up": jax.ShapeDtypeStruct((4, 512, 2048), "float32"),
-        "down": jax.ShapeDtypeStruct((4, 2048, 512), "float32"),
-    }
-    plan = sr.plan(tree, [("up", (None, "fsdp", "tp")), ("", ())], {"fsdp": 4, "tp": 2})
-
-    def loss(params, x):
-        def layer(x, w):
-            return x + jnp.tanh(x @ w["up"]) @ w["down"], None
-
-        return jnp.sum(jax.lax.scan(layer, x, params)[0] ** 2)
-
-    step = sr.trace(jax.grad(loss), plan, jax.ShapeDtypeStruct((2**14, 512), "float32"))
-    plan.to_html(folder / "solution.html", sections=[sr.solve(step, hardware="v5p")])
-    return folder
-
-
 @pytest.mark.parametrize(
-    ("name", "width", "scheme"),
-    some([*product(("plan", "solution"), (390, 1280), ("light", "dark"))], every=3),
+    ("width", "scheme"), some([*product((390, 1280), ("light", "dark"))], every=3)
 )
-def test_browser_fits_scrolls_and_is_accessible(browser, pages, name, width, scheme):
+def test_browser_fits_scrolls_and_is_accessible(browser, tmp_path, deepseek, width, scheme):
     """No page is wider than the window; keys scroll what is; axe finds nothing, if it is there.
 
     `npm install axe-core`, or its file in AXE.
     """
     options = {"viewport": {"width": width, "height": 900}, "bypass_csp": True}
+    seconds = sr.types.ProgramTime(0.1, 0.1, (), 0.0, ())
+    sections = [deepseek.sweep(hbm=16 * 10**9), sr.suggest(deepseek), seconds]
+    deepseek.to_html(tmp_path / "plan.html", sections=sections, hbm=16 * 10**9)
     with browser.new_context(color_scheme=scheme, **options) as context:
         page = context.new_page()
-        page.goto((pages / f"{name}.html").as_uri())
+        page.goto((tmp_path / "plan.html").as_uri())
         page.wait_for_selector("#treemap .slice")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         wide = "[...document.querySelectorAll('*')].filter(e => e.scrollWidth > e.clientWidth + 1 "
@@ -685,28 +626,6 @@ def test_browser_hostile_names(opened, hostile):
     assert page.inner_text("h1") == shown["title"]
     assert "<img src=x onerror=window.hacked=1>" in page.inner_text("#leaf-table")
     assert "</script><script>window.hacked=1</script>=2,tp=4" in page.text_content("header")
-
-
-def test_browser_large(opened, train_state):
-    """146,185 leaves, of which 10,000 do not fold, can be read and searched within seconds."""
-    start = perf_counter()
-    page = opened(train_state)
-    loaded = perf_counter() - start
-    assert page.locator("#leaf-table tr").count() < 200
-    start = perf_counter()
-    search(page, "mu/model/layers/20/mlp/experts/77/")
-    searched = perf_counter() - start
-    assert len(leaf_rows(page)) == 3
-    start = perf_counter()
-    search(page, "adapter")
-    page.uncheck("#grouped")
-    assert page.locator("#leaf-table tr.leaf").count() == 100
-    assert "100 of 10,000" in page.inner_text("#leaf-table tr.rest")
-    expanded = perf_counter() - start
-    print(f"loaded in {loaded:.1f} s, searched in {searched:.2f} s, expanded in {expanded:.2f} s")
-    # Two seconds and less than one, on a machine with nothing else to do.
-    assert loaded < 60
-    assert max(searched, expanded) < 20
 
 
 def test_browser_treemap(opened, deepseek):
