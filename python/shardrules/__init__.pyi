@@ -26,8 +26,8 @@ from shardrules._plan.companions import QUANTIZED as QUANTIZED
 from shardrules._plan.companions import Companion as Companion
 from shardrules._plan.companions import stacked as stacked
 from shardrules._plan.files.hardware import read_hardware as read_hardware
-from shardrules._plan.files.manifest import write_manifest as write_manifest
 from shardrules._plan.files.models import read_model as read_model
+from shardrules._plan.files.models import write_manifest as write_manifest
 from shardrules._plan.files.rules import read_rules as read_rules
 from shardrules._plan.findings import FindingsError as FindingsError
 from shardrules._plan.plan import Plan as Plan

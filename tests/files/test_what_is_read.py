@@ -160,21 +160,11 @@ def test_a_url_without_fsspec(read, monkeypatch):
 
 
 @READS
-@pytest.mark.parametrize(
-    ("file", "what"),
-    [
-        ("m.npz", "an archive of numpy"),
-        ("m.gguf", "llama.cpp"),
-        ("pytorch_model.bin", "a pickle of PyTorch"),
-        ("m.PT", "a pickle of PyTorch"),
-        ("m.msgpack", "flax.serialization"),
-        ("m.h5", "HDF5"),
-    ],
-)
-def test_another_format_is_named(tmp_path, read, file, what):
+@pytest.mark.parametrize("file", ["m.npz", "m.gguf", "pytorch_model.bin", "m.PT", "m.h5"])
+def test_another_format_is_named(tmp_path, read, file):
     (tmp_path / file).write_bytes(b"\x00\x01")
     for source in (tmp_path / file, tmp_path):
-        with pytest.raises(sr.FileError, match=f"this is .*{what}.*save_file"):
+        with pytest.raises(sr.FileError, match=r"files of \.\w+ are not read here.*save_file"):
             read(source)
 
 

@@ -122,7 +122,7 @@ class Command(click.Command):
             ctx.meta[_JOBS] = (words, error)
             return []
         for option in () if ctx.resilient_parsing else self.params:  # a shell completes a part
-            if isinstance(option, Option):
+            if isinstance(option, Option) and (option.needs or option.excludes):
                 option.check_beside(ctx)
         return rest
 
@@ -189,6 +189,7 @@ def bundle(record: Any, parameter: str, *options: Decorator) -> Decorator:
     return decorate
 
 
+@functools.cache
 def names() -> list[str]:
     """Return the names of all commands, which are those of their files."""
     return sorted(file.stem for file in Path(__file__).with_name("commands").glob("[a-z]*.py"))

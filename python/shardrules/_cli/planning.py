@@ -10,8 +10,7 @@ from shardrules._base.io import FileError, memory_within
 from shardrules._base.text import and_more
 from shardrules._cli.options import HowToPlan
 from shardrules._cli.process import hint, working
-from shardrules._plan.files.manifest import arrays_of
-from shardrules._plan.files.models import nested_dicts, read_arrays
+from shardrules._plan.files.models import arrays_of, nested_dicts, read_arrays
 from shardrules._plan.files.modules import is_module_form, load_object
 from shardrules._plan.files.rules import RuleFile, read_rule_source
 from shardrules._plan.findings import NOTHING, Declared, all_declared

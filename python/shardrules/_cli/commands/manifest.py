@@ -26,7 +26,7 @@ def manifest(
     With --check nothing is written: exits with 1 if the manifest there is not of this model.
     """
     from shardrules._cli.planning import check_targets, shapes_of
-    from shardrules._plan.files.manifest import manifest_text, write_packed
+    from shardrules._plan.files.models import manifest_text, write_packed
 
     check_targets({"--output": output}, [model])
     shapes, name = shapes_of(model, dialect, max_memory)

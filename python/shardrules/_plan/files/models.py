@@ -1,14 +1,17 @@
-"""Formats of models, and `read_arrays`: names, shapes and dtypes of a model's arrays."""
+"""Formats of models: names, shapes and dtypes of their arrays, and manifests of these."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import re
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from shardrules._base.arguments import boolean, integer
-from shardrules._base.dtypes import key_dtype
+from shardrules._base.arguments import boolean, check_type, integer
+from shardrules._base.atomic_write import write_bytes
+from shardrules._base.dtypes import given_name, key_dtype
 from shardrules._base.io import (
     DEFAULT_MEMORY,
     FileError,
@@ -20,7 +23,9 @@ from shardrules._base.io import (
     read_bytes,
     unreadable,
 )
+from shardrules._base.mistakes import in_order
 from shardrules._base.text import near_shown, shown
+from shardrules._plan.align import check_distinct
 from shardrules._plan.files.leaves import ArraySpec, ArraySpecs, all_are
 from shardrules._plan.files.modules import file_name
 from shardrules._plan.files.remote import RemotePath
@@ -31,6 +36,12 @@ from shardrules._plan.files.safetensors import (
     read_header,
     read_index,
 )
+from shardrules._plan.leaves import has_names
+from shardrules._plan.plan import Plan
+from shardrules._plan.planning import plan
+from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect
+from shardrules._rules.logical_rules import LogicalRules
+from shardrules._rules.rules import Rules
 
 # A dict with one key, and the key. No tree is walked deeper than about 1,000 levels.
 _BYTES_OF_NODE: Final = 320
@@ -39,19 +50,9 @@ _MOST_LEVELS: Final = 1000
 # `Path` makes one slash of two.
 _URL: Final = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+):/")
 _REPOSITORY: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_TORCH: Final = "a pickle of PyTorch"
-_NOT_READ: Final = {
-    ".bin": _TORCH,
-    ".pt": _TORCH,
-    ".pth": _TORCH,
-    ".ckpt": _TORCH,
-    ".npz": "an archive of numpy",
-    ".npy": "an array of numpy",
-    ".gguf": "a model of llama.cpp",
-    ".msgpack": "a file of flax.serialization",
-    ".h5": "a file of HDF5, such as Keras has",
-    ".keras": "a model of Keras",
-}
+_NOT_READ: Final = (
+    ".bin", ".pt", ".pth", ".ckpt", ".npz", ".npy", ".gguf", ".msgpack", ".h5", ".keras",
+)  # fmt: skip
 _JSON: Final = (".json", ".json.gz")
 _SAFETENSORS: Final = (SUFFIX, INDEX_SUFFIX)
 _FORMS: Final = (
@@ -165,9 +166,8 @@ def _read(path: Any, make: ArraySpecs) -> Arrays:
     for file in files:
         if file.suffix.lower() in _NOT_READ and file.is_file():
             raise FileError(
-                f"{file}: this is {_NOT_READ[file.suffix.lower()]}, which is not read here; read "
-                "it with its own library, and write it with safetensors.numpy.save_file or "
-                "safetensors.torch.save_file"
+                f"{file}: files of {file.suffix} are not read here; read it with its own library, "
+                "and write it with save_file of safetensors.numpy or safetensors.torch"
             )
     if is_directory:
         raise FileError(f"{path}: the directory has no arrays that can be read; give {_FORMS}")
@@ -301,3 +301,83 @@ def nested_dicts(arrays: Arrays) -> dict[str, Any]:
             raise FileError(f"{arrays.name}: {name}: this name is a part of another one")
         node[last] = leaf
     return tree
+
+
+def manifest_text(columns: Plan, name: str | None = None) -> str:
+    """Write the arrays of a plan: paths, shapes, dtypes, and logical axis names if they have them.
+
+    Raises:
+        ValueError: The paths are not of keys with "/" between them, two are equal, or a dtype is
+            one that files do not have.
+    """
+    leaves = columns._leaves
+    if leaves.paths_dialect.separator != "/":
+        raise ValueError(
+            f"a manifest has paths such as layers/0/w, not {columns.paths[:1]}: give rules of "
+            "another dialect, such as eformer"
+        )
+    check_distinct(columns.paths, "a manifest has each path once")
+    kinds = [columns.kinds[number] for number in columns.kind_of]
+    arrays = [
+        (path, kind)
+        for path, kind in zip(columns.paths, kinds, strict=True)
+        if kind.shape is not None
+    ]
+    rows = [
+        json.dumps([path, list(kind.shape or ()), given_name(f"the dtype of {path}", kind.dtype)])
+        for path, kind in arrays
+    ]
+    named = {path: kind.names for path, kind in arrays if kind.names is not None}
+    model = "" if name is None else f'"model": {json.dumps(name)}, '
+    head = f'{{{model}"params": [\n'
+    tail = f'\n], "logical_axes": {json.dumps(named)}}}\n' if named else "\n]}\n"
+    return head + ",\n".join(rows) + tail
+
+
+def write_packed(path: str | os.PathLike[str], text: str) -> None:
+    """Write a manifest to a file; gzipped, always to the same bytes, if its name ends with .gz."""
+    data = text.encode()
+    write_bytes(path, gzip.compress(data, mtime=0) if os.fspath(path).endswith(".gz") else data)
+
+
+def arrays_of(
+    tree: Any, dialect: Dialect | LogicalDialect | None = None, names: Any = None
+) -> Plan:
+    """Plan a tree without rules, on any mesh; `names` are logical axis names beside it."""
+    if dialect is None:
+        dialect = EFORMER if names is None and not has_names(tree) else LINEN
+    make: Any = LogicalRules if isinstance(dialect, LogicalDialect) else Rules
+    return plan(tree, make((), dialect), {"devices": 1}, names=names)
+
+
+@in_order("tree", "path")
+def write_manifest(tree: Any, path: str | os.PathLike[str]) -> None:
+    """Write the paths, shapes and dtypes of a tree's arrays as JSON: a model for `read_model`.
+
+    It stands for the model in places without its code, such as CI. Logical axis names in boxes and
+    of a plan are written too. The file is replaced atomically.
+
+    Args:
+        tree: A pytree of arrays or abstract arrays, or a plan, whose rules are ignored.
+        path: The file, such as model.json; gzipped if its name ends with .gz.
+
+    Raises:
+        ValueError: The tree has no arrays, the paths do not consist of keys with "/" between
+            them, two are equal, or a dtype is one that files do not have.
+        OSError: The file cannot be written.
+
+    Example:
+        >>> import jax, os, tempfile
+        >>> import shardrules as sr
+        >>> tree = {"layers": [{"wq": jax.ShapeDtypeStruct((8, 8), "bfloat16")}]}
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     file = os.path.join(directory, "model.json.gz")
+        ...     sr.write_manifest(tree, file)
+        ...     sr.read_model(file)
+        {'layers': {'0': {'wq': ShapeDtypeStruct(shape=(8, 8), dtype=bfloat16)}}}
+    """
+    check_type("path", path, str | os.PathLike, "the path of a file")
+    arrays = tree if isinstance(tree, Plan) else arrays_of(tree)
+    if not len(arrays):
+        raise ValueError("the tree has no arrays: give that of a model")
+    write_packed(path, manifest_text(arrays))
