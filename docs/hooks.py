@@ -1,4 +1,4 @@
-"""What the site's build adds to MkDocs: examples as such, nothing from afar.
+"""What the site's build adds to MkDocs: names as their reference, examples as such, nothing from afar.
 
 Runs in `make docs`. Must not import shardrules: the site is built from sources alone.
 """
@@ -16,6 +16,16 @@ _LOADED = re.compile(
     r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(?:https?:)?//|"""
     r"""<link\b(?![^>]*\brel=["']?canonical)[^>]*\bhref=["']?(?:https?:)?//"""
 )
+
+
+_API = re.compile(r"^<!-- api (\S+): (.*?) -->$", re.MULTILINE | re.DOTALL)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Return the page with the reference of each name that it lists."""
+    return _API.sub(
+        lambda api: "\n\n".join(f"::: {api[1]}.{name}" for name in api[2].split()), markdown
+    )
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
