@@ -1,4 +1,4 @@
-"""What the site's build adds to MkDocs: names as their reference, examples as such, nothing from afar.
+"""What the site's build adds to MkDocs: references, examples, nothing from afar.
 
 Runs in `make docs`. Must not import shardrules: the site is built from sources alone.
 """
