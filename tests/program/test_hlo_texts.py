@@ -1,9 +1,8 @@
-"""The recorded HLO texts, and what is expected of a reader of them, against sums by hand."""
+"""The recorded HLO texts, as a second reader counts them, against sums by hand."""
 
 from __future__ import annotations
 
 import gzip
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from tests.support import hlo_counts
 
 FOLDER = Path(__file__).parents[1] / "data" / "hlo"
-EXPECTED = json.loads((FOLDER / "expected.json").read_text(encoding="utf-8"))
 KIB, MIB = 2**10, 2**20
 
 # From the shapes and the loops of the steps, on a device. Kernels of the train step are bfloat16 of
@@ -80,38 +78,7 @@ SUMS = {
 }
 
 
-def text_of(name: str) -> str:
-    return gzip.decompress((FOLDER / f"{name}.txt.gz").read_bytes()).decode()
-
-
 @pytest.mark.parametrize("name", SUMS)
-def test_expected_sums_are_those_by_hand(name):
-    assert EXPECTED[name]["totals"] == SUMS[name]
-
-
-@pytest.mark.parametrize("name", EXPECTED)
-def test_expected_rows_are_those_of_the_text(name):
-    text = text_of(name)
-    rows = hlo_counts.collectives(text)
-    assert rows == EXPECTED[name]["collectives"]
-    assert hlo_counts.totals(rows) == EXPECTED[name]["totals"]
-
-
-@pytest.mark.parametrize("name", EXPECTED)
-def test_trip_counts_are_the_steps_scan_lengths(name):
-    module, _ = hlo_counts.parse(text_of(name))
-    scans = set(EXPECTED[name]["scans"])
-    for computation in module.values():
-        for line in computation.values():
-            if line.opcode != "while" or "scatter-add" in line.rest:
-                continue
-            is_window = "windowed_dot_general" in line.rest
-            count = hlo_counts.trips(module, computation, line)
-            assert count in ({2} if is_window else scans | {None}), line.name
-
-
-def test_every_text_is_expected_and_small():
-    files = sorted(FOLDER.glob("*.txt.gz"))
-    assert {file.name.removesuffix(".txt.gz") for file in files} == set(EXPECTED)
-    assert max(file.stat().st_size for file in files) < 64 * KIB
-    assert sum(file.stat().st_size for file in files) < 640 * KIB
+def test_the_counts_that_readers_are_compared_with_are_those_by_hand(name):
+    text = gzip.decompress((FOLDER / f"{name}.txt.gz").read_bytes()).decode()
+    assert hlo_counts.totals(hlo_counts.collectives(text)) == SUMS[name]

@@ -8,15 +8,13 @@
     python -m tests.support.hlo_texts cpu                 with any JAX
 
 Names behind these restrict it to texts whose names begin with one of them. Each text is written to
-`tests/data/hlo`, and to `expected.json` what `hlo_counts` and the executable say of it. Names of
-texts for the CPU, and by an older JAX, end with its version.
+`tests/data/hlo`. Names of texts for the CPU, and by an older JAX, end with its version.
 """
 
 from __future__ import annotations
 
 import gzip
 import importlib.metadata
-import json
 import os
 import sys
 import tempfile
@@ -33,25 +31,24 @@ SMALL = {"width": 256, "hidden": 512, "heads": 4, "vocab": 1024, "length": 64}
 
 
 class Record(NamedTuple):
-    """A text: the step, its mesh, and the lengths of the step's own scans."""
+    """A text: the step and its mesh."""
 
     step: str
     mesh: Mapping[str, int]
-    scans: tuple[int, ...] = ()
     arguments: Mapping[str, Any] = {}
     topology: str = ""
 
 
 FREE = {"constrained": False}
-TRAIN, UNCONSTRAINED = Record("train", BOTH, (3,)), Record("train", BOTH, (3,), FREE)
+TRAIN, UNCONSTRAINED = Record("train", BOTH), Record("train", BOTH, FREE)
 COMMON = {
     "mlp": Record("mlp", FSDP),
     "experts": Record("experts", EXPERTS),
-    "ragged": Record("experts", EXPERTS, (), {"ragged": True}),
-    "ring": Record("ring", RING, (8,)),
-    "accumulate": Record("accumulate", FSDP, (4, 3)),
-    "branches": Record("branches", BOTH, (7,)),
-    "decode": Record("decode", BOTH, (4,)),
+    "ragged": Record("experts", EXPERTS, {"ragged": True}),
+    "ring": Record("ring", RING),
+    "accumulate": Record("accumulate", FSDP),
+    "branches": Record("branches", BOTH),
+    "decode": Record("decode", BOTH),
 }
 V5E, V5P = "v5e:2x4", "v5p:2x2x2"
 RECORDS: dict[str, dict[str, Record]] = {
@@ -62,15 +59,15 @@ RECORDS: dict[str, dict[str, Record]] = {
         "train-free-v5p": UNCONSTRAINED._replace(topology=V5P, arguments={**FREE, **LARGE}),
         **{f"{name}-v5e": record._replace(topology=V5E) for name, record in COMMON.items()},
         **{f"{name}-v5p": COMMON[name]._replace(topology=V5P) for name in ("mlp", "accumulate")},
-        "windowed-v5e": Record("windowed", FSDP, (2,), {}, V5E),
-        "sequence-v5e": Record("sequence_parallel", {"fsdp": 2, "tp": 4}, (3,), {}, V5E),
-        "sequence-v5p": Record("sequence_parallel", {"fsdp": 2, "tp": 4}, (3,), {}, V5P),
+        "windowed-v5e": Record("windowed", FSDP, {}, V5E),
+        "sequence-v5e": Record("sequence_parallel", {"fsdp": 2, "tp": 4}, {}, V5E),
+        "sequence-v5p": Record("sequence_parallel", {"fsdp": 2, "tp": 4}, {}, V5P),
     },
     "cuda": {
         "train-h100": TRAIN,
         **{f"{name}-h100": record for name, record in COMMON.items()},
         "mlp-b200": Record("mlp", {"fsdp": 16}, topology="b200:8x2"),
-        "accumulate-gb200": Record("accumulate", {"fsdp": 16}, (4, 3), topology="gb200:16"),
+        "accumulate-gb200": Record("accumulate", {"fsdp": 16}, topology="gb200:16"),
     },
     "cpu": {"train-cpu": TRAIN._replace(arguments=SMALL)},
 }
@@ -103,27 +100,21 @@ def main(backend: str, *rest: str) -> None:
 
 
 def record(backend: str, version: str, dump: Path, *rest: str) -> None:
-    """Write the texts, each with its entry as soon as it is compiled."""
+    """Write the texts, each as soon as it is compiled."""
     has_spec = bool(rest) and Path(rest[0]).is_file()
     spec = Path(rest[0]).read_text(encoding="utf-8") if has_spec else ""
     prefixes = rest[has_spec:] or ("",)
-    path = FOLDER / "expected.json"
-    expected = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for name, step in RECORDS[backend].items():
         label = name if backend != "cpu" and version == NEWEST else f"{name}-{version}"
         if label.startswith(prefixes):
-            text, entry = recorded(backend, step, dump, spec)
+            text = recorded(backend, step, dump, spec)
             (FOLDER / f"{label}.txt.gz").write_bytes(gzip.compress(text.encode(), 9, mtime=0))
-            expected[label] = entry
-            path.write_text(_json(dict(sorted(expected.items()))), encoding="utf-8")
-            print(label, len(text), entry["totals"], flush=True)
+            print(label, len(text), flush=True)
 
 
-def recorded(
-    backend: str, record: Record, dump: Path, spec: str = ""
-) -> tuple[str, dict[str, Any]]:
-    """The text, with this folder's paths relative, and what is expected of a reader of it."""
-    from tests.support import hlo_counts, hlo_steps
+def recorded(backend: str, record: Record, dump: Path, spec: str = "") -> str:
+    """The text, with this folder's paths relative."""
+    from tests.support import hlo_steps
 
     mesh = _mesh(backend, record, spec)
     jitted, arguments = getattr(hlo_steps, record.step)(mesh, **record.arguments)
@@ -131,27 +122,7 @@ def recorded(
         lowered = jitted.lower(*arguments)
     else:
         lowered = jitted.trace(*arguments).lower(lowering_platforms=(backend,))
-    executable = lowered.compile()
-    text = (executable.as_text() or _dumped(dump)).replace(f"{ROOT}/", "")
-    memory = executable.memory_analysis()
-    rows = hlo_counts.collectives(text)
-    return text, {
-        "backend": backend,
-        "jax": _version("jax"),
-        **({"libtpu": _version("libtpu")} if backend == "tpu" else {}),
-        "topology": record.topology or {"cuda": "h100:8", "cpu": "8 devices"}[backend],
-        "mesh": dict(record.mesh),
-        "step": record.step,
-        "arguments": dict(record.arguments),
-        "scans": list(record.scans),
-        "memory": {
-            name: getattr(memory, name)
-            for name in dir(memory)
-            if isinstance(getattr(memory, name), int) and not name.startswith(("_", "host_"))
-        },
-        "totals": hlo_counts.totals(rows),
-        "collectives": rows,
-    }
+    return (lowered.compile().as_text() or _dumped(dump)).replace(f"{ROOT}/", "")
 
 
 def _mesh(backend: str, record: Record, spec: str) -> Any:
@@ -185,20 +156,6 @@ def _dumped(folder: Path) -> str:
 
 def _version(package: str) -> str:
     return importlib.metadata.version(package)
-
-
-def _json(entries: Mapping[str, Any]) -> str:
-    """A line for each collective, so that a diff can be read."""
-    blocks = []
-    for name, entry in entries.items():
-        rows = {key: entry[key] for key in ("collectives",)}
-        head = json.dumps({k: v for k, v in entry.items() if k not in rows}, indent=1)
-        lists = ",\n ".join(
-            f'"{key}": [' + ",".join(f"\n  {json.dumps(row)}" for row in value) + "]"
-            for key, value in rows.items()
-        )
-        blocks.append(f"{json.dumps(name)}: {head[:-2]},\n {lists}\n}}")
-    return "{\n" + ",\n".join(blocks) + "\n}\n"
 
 
 if __name__ == "__main__":
