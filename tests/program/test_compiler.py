@@ -116,12 +116,6 @@ def test_time_compiles_to_the_end():
     assert proof.program.sent == proved(mesh).program.sent
 
 
-def test_what_is_kept_for_the_backward_pass_is_alive_at_the_peak():
-    memory = proved().memory
-    assert any(buffer.is_saved for buffer in memory.buffers)
-    assert 0 < memory.saved <= memory.alive
-
-
 def test_an_argument_without_a_sharding_is_one_program_however_it_is_given():
     plan = sr.plan(TREE, RULES, SIZES)
     rows = np.ones((64, 256), np.float32)
@@ -162,14 +156,6 @@ def test_flags_in_the_environment_are_those_of_compiler_options():
     option = {"xla_disable_hlo_passes": "fusion"}
     without = fusions(None, "")
     assert fusions(option, "") == fusions(None, "--xla_disable_hlo_passes=fusion") != without
-
-
-def test_results_without_out_shardings_are_sharded_as_xla_has_them():
-    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
-    plan = sr.plan(TREE, RULES, mesh)
-    whole = compiled_on(STEP, plan, batch(mesh), on=mesh)
-    executable = proved(mesh).program._executable
-    assert executable.outputs.shardings == jax.tree.leaves(whole.output_shardings)
 
 
 def test_a_warning_of_xla_is_told_where_it_costs():
@@ -306,14 +292,6 @@ def test_several_at_once(temporary):
         proofs = list(pool.map(lambda _: proved(), range(4)))
     assert all(proof.program.sent == proofs[0].program.sent for proof in proofs)
     assert list(temporary.iterdir()) == []
-
-
-def test_nothing_in_the_current_folder_is_imported(temporary, tmp_path_factory, monkeypatch):
-    folder = tmp_path_factory.mktemp("shadows")
-    for name in ("json", "jax", "numpy", "shardrules", "threading"):
-        (folder / f"{name}.py").write_text("raise SystemExit(3)")
-    monkeypatch.chdir(folder)
-    assert proved().program.sent
 
 
 def test_a_step_that_only_the_whole_compiler_refuses_is_refused(temporary, monkeypatch):

@@ -60,24 +60,15 @@ def locked(program, change):
 WRONG = {
     "format": (lambda c: c.update(format="shardrules lock 2"), "not a lock of a program"),
     "no format": (lambda c: c.pop("format"), "not a lock of a program"),
-    "no peak": (lambda c: c.pop("peak"), "peak is missing; write"),
-    "no versions": (lambda c: c.pop("versions"), "versions is missing; write"),
     "no mesh": (lambda c: c.pop("mesh"), "mesh is missing; write"),
     "more": (lambda c: c.update(more=1), "key 'more' is unknown"),
     "peak": (lambda c: c.update(peak="3 GB"), "'3 GB'"),
-    "negative peak": (lambda c: c.update(peak=-1), "peak is -1"),
-    "true peak": (lambda c: c.update(peak=True), "True"),
-    "versions": (lambda c: c.update(versions=["jax"]), "versions is .*; write a table of texts"),
     "a version": (lambda c: c["versions"].update(jax=12), "write a table of texts"),
     "mesh": (lambda c: c.update(mesh={"fsdp": 0, "tp": 2}), "fsdp"),
-    "sent": (lambda c: c.update(sent={}), "sent is .*; write a list"),
     "entry": (lambda c: c["sent"].append(3), r"sent\[2\]: it is 3"),
-    "no bytes": (lambda c: c["sent"][0].pop("bytes"), r"sent\[0\]: bytes is missing"),
     "bytes": (lambda c: c["sent"][0].update(bytes=1.5), r"sent\[0\]: .*1.5"),
     "negative": (lambda c: c["sent"][1].update(bytes=-5), r"sent\[1\]: bytes is -5"),
-    "huge": (lambda c: c["sent"][1].update(bytes=10**30), r"sent\[1\]: bytes is"),
     "kind": (lambda c: c["sent"][0].update(kind="gather"), r"sent\[0\]: kind is 'gather'"),
-    "kinds": (lambda c: c["sent"][0].update(kind=["all-gather"]), r"sent\[0\]: kind is"),
     "axes": (
         lambda c: c["sent"][0].update(axes="fsdp"),
         r"sent\[0\]: axes is .*; write a list of strings",
@@ -85,8 +76,6 @@ WRONG = {
     "axis": (lambda c: c["sent"][0].update(axes=["fdsp"]), r"sent\[0\]: .*fdsp, of fsdp, tp"),
     "order": (lambda c: c["sent"][0].update(axes=["tp", "fsdp"]), r"sent\[0\]: .*mesh order"),
     "axis twice": (lambda c: c["sent"][0].update(axes=["tp", "tp"]), r"sent\[0\]: .*once"),
-    "no axis": (lambda c: c["sent"][0].update(axes=[{}]), r"sent\[0\]: "),
-    "field": (lambda c: c["sent"][0].update(byte=1), r"sent\[0\]: .*'byte'"),
     "twice": (lambda c: c["sent"].append(c["sent"][0]), r"sent\[2\]: .*twice"),
 }
 

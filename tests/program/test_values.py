@@ -132,50 +132,6 @@ ENTRY %main (stacked: f32[3,2,8], whole: f32[8,8], cut: f32[4,8]) -> (f32[3,2,8]
 """
 
 
-ASYNCHRONOUS_FUSION = """\
-HloModule asynchronous_fusion, num_partitions=4
-
-%sliced (s: f32[4,2,8], i: s32[]) -> (f32[1,2,8], f32[2,8]) {
-  %s = f32[4,2,8]{2,1,0} parameter(0)
-  %i = s32[] parameter(1)
-  %layer = f32[1,2,8]{2,1,0} dynamic-slice(%s, %i, %i, %i), dynamic_slice_sizes={1,2,8}
-  %flat = f32[2,8]{1,0} bitcast(%layer)
-  %sum = f32[2,8]{1,0} add(%flat, %flat)
-  ROOT %both = (f32[1,2,8]{2,1,0}, f32[2,8]{1,0}) tuple(%layer, %sum)
-}
-
-ENTRY %main (v: f32[4,2,8], i: s32[]) -> (f32[4,2,8], f32[2,8]) {
-  %v = f32[4,2,8]{2,1,0} parameter(0)
-  %i = s32[] parameter(1)
-  %fs = ((f32[4,2,8]{2,1,0}, s32[]), (f32[1,2,8]{2,1,0}, f32[2,8]{1,0}), u32[]) fusion-start(%v, %i), kind=kLoop, calls=%sliced
-  %fd = (f32[1,2,8]{2,1,0}, f32[2,8]{1,0}) fusion-done(%fs)
-  %layer = f32[1,2,8]{2,1,0} get-tuple-element(%fd), index=0
-  %sum = f32[2,8]{1,0} get-tuple-element(%fd), index=1
-  %gathered = f32[4,2,8]{2,1,0} all-gather(%layer), replica_groups={{0,1,2,3}}, dimensions={0}
-  ROOT %out = (f32[4,2,8]{2,1,0}, f32[2,8]{1,0}) tuple(%gathered, %sum)
-}
-"""
-
-
-ASYNCHRONOUS_SUM = """\
-HloModule asynchronous_sum, num_partitions=4
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-
-ENTRY %main (old: f32[2,8], g: f32[8,8]) -> f32[2,8] {
-  %old = f32[2,8]{1,0} parameter(0)
-  %g = f32[8,8]{1,0} parameter(1)
-  %rs = ((f32[8,8]{1,0}), f32[2,8]{1,0}) reduce-scatter-start(%g), replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%add
-  %rd = f32[2,8]{1,0} reduce-scatter-done(%rs)
-  ROOT %new = f32[2,8]{1,0} subtract(%old, %rd)
-}
-"""
-
-
 def only(values, computation, name):
     """Return the node of an instruction that makes one array."""
     (node,) = values.of(computation, name)
@@ -209,14 +165,6 @@ def test_each_result_of_a_collective_of_several_is_made_of_its_own_operand():
     first, second = values.of("main", "two")
     assert [Facts(values).origins[node] for node in (first, second)] == [Origin(2, 4), Origin(1)]
     assert values.outputs == [*values.of("main", "held"), *values.of("main", "total"), first]
-
-
-def test_an_asynchronous_fusion_is_what_is_in_it():
-    values = Values(Hlo(ASYNCHRONOUS_FUSION))
-    gathered, total = values.outputs
-    assert Facts(values).origins[gathered] == Origin(0, 4)
-    assert Facts(values).origins[total] is None
-    assert values.opcodes[total] == "add"
 
 
 def test_an_array_that_a_loop_only_hands_on_is_the_one_before_it():
@@ -278,12 +226,6 @@ def test_next_states():
     assert states[cut] == states[only(values, "main", "both")] == 2
     assert stacked in set(Facts(values).sources(step))
     assert stacked not in set(Facts(values).sources(only(values, "main", "gradient")))
-
-
-def test_a_next_state_is_made_from_an_asynchronous_sum():
-    values = Values(Hlo(ASYNCHRONOUS_SUM))
-    sources = set(Facts(values).sources(values.outputs[0]))
-    assert sources.issuperset([*values.of("main", "rs"), *values.parameters])
 
 
 def test_the_axes_along_which_values_differ():
