@@ -70,8 +70,8 @@ def serve(folder: Path, parent: int) -> NoReturn:
 def written(dump: Path, platform: str) -> list[Path]:
     """Return the files that XLA writes before it generates code; [] if one is missing."""
     names = [*FILES, _LAST[platform]]
-    found = [file for name in names for file in dump.glob(f"*{name}")]
-    return found if len(found) == len(names) else []
+    files = [file for name in names for file in dump.glob(f"*{name}")]
+    return files if len(files) == len(names) else []
 
 
 def end_when_written(
@@ -84,9 +84,9 @@ def end_when_written(
     before: list[int] = []
     while True:
         time.sleep(_PAUSE)
-        found = written(dump, platform)
+        files = written(dump, platform)
         sizes = [file.stat().st_size for file in sorted(dump.glob("*after_optimizations*"))]
-        if found and sizes == before and module_in(found[0].read_bytes()):
+        if files and sizes == before and module_in(files[0].read_bytes()):
             os._exit(0)
         before = sizes
 

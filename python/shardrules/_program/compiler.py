@@ -333,8 +333,8 @@ def _shardings(inner: Any, mesh: Any, proto: bytes) -> tuple[list[Any], list[Any
         specs *= len(outputs) if len(specs) == 1 else 1  # XLA has one for equal ones
         if len(specs) != len(outputs):
             raise RuntimeError(_NO_SHARDINGS)
-        made = (NamedSharding(mesh, spec) for spec in specs)
-        outputs = [known or other for known, other in zip(outputs, made, strict=True)]
+        by_xla = (NamedSharding(mesh, spec) for spec in specs)
+        outputs = [known or other for known, other in zip(outputs, by_xla, strict=True)]
     return inputs, outputs
 
 

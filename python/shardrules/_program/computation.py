@@ -131,8 +131,8 @@ class Computation:
     @cached_property
     def _instructions(self) -> Mapping[str, Instruction]:
         """Instructions by name, as they are scheduled."""
-        found = _LINE.finditer(self._text, self._text.find("\n", self.begin) + 1, self.end)
-        return {line[1]: _instruction(line) for line in found}
+        matches = _LINE.finditer(self._text, self._text.find("\n", self.begin) + 1, self.end)
+        return {line[1]: _instruction(line) for line in matches}
 
     def __getitem__(self, name: str) -> Instruction:
         return self._instructions[name]

@@ -198,7 +198,7 @@ class Executable:
 
         def meshes() -> Iterator[AnyMesh]:
             shardings = chain(self.inputs.shardings, self.outputs.shardings)
-            return (one.mesh for one in shardings if isinstance(one, NamedSharding))
+            return (sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding))
 
         return next(filter(has_devices, meshes()), next(meshes(), None))
 

@@ -84,7 +84,8 @@ class Facts:
         def rule(node: int, facts: Sequence[Origin]) -> Origin:  # noqa: PLR0911
             if node in number_of:
                 return Origin(number_of[node])
-            opcode, sources = values.opcodes[node], [facts[one] for one in values.made_of[node]]
+            opcode = values.opcodes[node]
+            sources = [facts[source] for source in values.made_of[node]]
             if opcode in _BROADCASTS:
                 return _BROADCAST
             if opcode in JOINS:
@@ -98,7 +99,7 @@ class Facts:
                 part = _times(sources[1], 1 / layers) if layers > 1 else _COMPUTED
                 return _met([sources[0], part])
             if opcode in _SCALES and _BROADCAST in sources:
-                rest = [one for one in sources if one != _BROADCAST]
+                rest = [origin for origin in sources if origin != _BROADCAST]
                 if len(rest) == 1 and (rest[0].parameter >= 0 or rest[0] == _UNKNOWN):
                     return rest[0]._replace(is_scaled=rest[0].parameter >= 0)
             return _COMPUTED
@@ -133,7 +134,7 @@ class Facts:
         if opcode in _NOT_ELEMENTWISE:
             return ()
         size = values.shapes[node].elements
-        return [one for one in sources if values.shapes[one].elements == size]
+        return [source for source in sources if values.shapes[source].elements == size]
 
     def sources(self, node: int) -> Iterator[int]:
         """Yield a value, and all that it is made of element by element."""
@@ -146,14 +147,14 @@ class Facts:
     @cached_property
     def behind_updates(self) -> frozenset[int]:
         """Values of which a part is written anew, as of a cache."""
-        found = enumerate(self._values.opcodes)
-        return self.results(node for node, opcode in found if opcode in UPDATES)
+        opcodes = enumerate(self._values.opcodes)
+        return self.results(node for node, opcode in opcodes if opcode in UPDATES)
 
     @cached_property
     def behind_sums(self) -> frozenset[int]:
         """Values that are made of sums over devices, element by element."""
-        found = enumerate(self._values.opcodes)
-        return self.results(node for node, opcode in found if opcode in REDUCTIONS)
+        opcodes = enumerate(self._values.opcodes)
+        return self.results(node for node, opcode in opcodes if opcode in REDUCTIONS)
 
     @cached_property
     def _updated_into(self) -> Sequence[Sequence[int]]:
@@ -248,10 +249,10 @@ def _times(origin: Origin, layers: float) -> Origin:
 
 def _met(sources: Iterable[Origin]) -> Origin:
     """Return the origin of what is one of several, or of one that is written into zeros."""
-    found = set(sources) - {_UNKNOWN}
-    if len(found) > 1:
-        found.discard(_BROADCAST)
-    return _UNKNOWN if not found else found.pop() if len(found) == 1 else _COMPUTED
+    origins = set(sources) - {_UNKNOWN}
+    if len(origins) > 1:
+        origins.discard(_BROADCAST)
+    return _UNKNOWN if not origins else origins.pop() if len(origins) == 1 else _COMPUTED
 
 
 _RESHAPES: Final = frozenset({"bitcast", "reshape", "transpose"})
@@ -386,7 +387,7 @@ class Variation:
         if node in self._shards:
             return _Fact(self._shards[node])
         opcode = self._values.opcodes[node]
-        sources = [facts[one] for one in self._values.made_of[node]]
+        sources = [facts[source] for source in self._values.made_of[node]]
         if opcode in JOINS:
             return self._joined({source for source in sources if source.labels})
         number = self._number(node, opcode, sources)
@@ -401,11 +402,11 @@ class Variation:
             return _Fact(_canonical(moved(np.frombuffer(labels, np.int64), groups)))
         return _Fact(labels, table=sources[0].table if sources and opcode in _COPIES else None)
 
-    def _joined(self, known: set[_Fact]) -> _Fact:
+    def _joined(self, distinct: set[_Fact]) -> _Fact:
         """Return what is known of one of several values, or of one after another."""
-        if len(known) <= 1:
-            return known.pop() if known else _UNSEEN
-        return _Fact(self._together({source.labels for source in known}))
+        if len(distinct) <= 1:
+            return distinct.pop() if distinct else _UNSEEN
+        return _Fact(self._together({source.labels for source in distinct}))
 
     def _number(self, node: int, opcode: str, sources: Sequence[_Fact]) -> _Labels | None:
         """Compute an integer on each device, if it is made of the device's number alone."""
@@ -415,8 +416,8 @@ class Variation:
         if shape.elements != 1 or shape.dtype[0] not in "sup":
             return None
         if opcode == "constant":
-            found = _NUMBER.findall(line.literal.replace("true", "1").replace("false", "0"))
-            return np.array(found, np.int64) if len(found) == 1 else None
+            digits = _NUMBER.findall(line.literal.replace("true", "1").replace("false", "0"))
+            return np.array(digits, np.int64) if len(digits) == 1 else None
         numbers = [np.frombuffer(one.number, np.int64) for one in sources if one.number is not None]
         if opcode == "dynamic-slice" and len(numbers) == 1 and sources[0].table is not None:
             places = np.clip(numbers[0], 0, self._count - 1)
@@ -440,7 +441,7 @@ class Variation:
         if len(distinct) < 2:
             return next(iter(distinct), self._alike)
         if distinct not in self._met:
-            rows = np.stack([np.frombuffer(one, np.int64) for one in sorted(distinct)], 1)
+            rows = np.stack([np.frombuffer(each, np.int64) for each in sorted(distinct)], 1)
             self._met[distinct] = _canonical(_numbered(rows))
         return self._met[distinct]
 
@@ -488,12 +489,12 @@ def _permuted(labels: _Labels, pairs: _Groups) -> _Labels:
 
 def _by_group(labels: _Labels, groups: _Groups, *, is_ordered: bool) -> _Labels:
     number_of: dict[tuple[int, ...], int] = {}
-    found = np.full_like(labels, -1)
+    numbers = np.full_like(labels, -1)
     for group in groups:
         members = labels[list(group)].tolist()
         key = tuple(members if is_ordered else sorted(members))
-        found[list(group)] = number_of.setdefault(key, len(number_of))
-    return found
+        numbers[list(group)] = number_of.setdefault(key, len(number_of))
+    return numbers
 
 
 _COLLECTIVES: Final[Mapping[str, Callable[[_Labels, _Groups], _Labels]]] = {

@@ -228,11 +228,11 @@ class _SideTargets:
             "lacks the leaf": (lacking, aligned.reference_paths),
             "has the leaf": (absent, paths),
         }
-        for words, (unmatched, known) in others.items():
+        for words, (unmatched, near) in others.items():
             for path in unmatched[:1]:
                 raise _misfit(
                     f"{at}: the plan is for another tree: it {words} {path or _BARE}"
-                    f"{near_shown(path, known)}; plan the tree that the function {self._verb}"
+                    f"{near_shown(path, near)}; plan the tree that the function {self._verb}"
                 )
         return [aligned.rows[row] for row in tree_util.tree_leaves(aligned.leaves.tree)]
 

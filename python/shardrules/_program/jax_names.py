@@ -204,12 +204,12 @@ def lowered_without_devices(traced: Any, platform: str) -> tuple[Any, list[str]]
         Fallback: nothing is left out, and JAX refuses such functions.
     """
     inner = getattr(traced, "traced", traced)
-    found = [eqn for eqn in _equations(inner.jaxpr) if eqn.primitive.name in _CALLBACKS]
+    calls = [eqn for eqn in _equations(inner.jaxpr) if eqn.primitive.name in _CALLBACKS]
     parameters = private("jax._src.interpreters.mlir", "LoweringParameters")
     dispatch = private("jax._src.dispatch", "jaxpr_has_prim_requiring_devices")
-    if not found or parameters is None or dispatch is None:
+    if not calls or parameters is None or dispatch is None:
         return traced.lower(lowering_platforms=(platform,)), []
-    rules = tuple((primitive, _left_out) for primitive in {eqn.primitive for eqn in found})
+    rules = tuple((primitive, _left_out) for primitive in {eqn.primitive for eqn in calls})
     replaced = parameters(override_lowering_rules=rules)
 
     def lower(lowering_platforms: Any = None) -> Any:
@@ -217,7 +217,7 @@ def lowered_without_devices(traced: Any, platform: str) -> tuple[Any, list[str]]
             return inner.lower(lowering_platforms=lowering_platforms, _private_parameters=replaced)
 
     texts = []
-    for eqn in found:
+    for eqn in calls:
         place = user_line(eqn)
         texts.append(_CALLBACKS[eqn.primitive.name] + (f" at {place}" if place else ""))
     box = traced if inner is traced else dataclasses.replace(traced, traced=_Lowers(lower))

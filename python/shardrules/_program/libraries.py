@@ -244,7 +244,9 @@ def _split_keywords(
     check_entries(inputs, len(defaults))
     # Those that `**names` takes are one argument here.
     only = (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
-    unplanned = dict.fromkeys(name for name, of in parameters.items() if of.kind in only)
+    unplanned = dict.fromkeys(
+        name for name, parameter in parameters.items() if parameter.kind in only
+    )
     last = inputs[-1] if inputs else None
     keywords = (
         last if isinstance(last, Mapping) and last and unplanned.keys() >= last.keys() else {}
@@ -279,9 +281,9 @@ def _trees(
     of_entries = [list(islice(rest, width)) for width in widths]
     pairs = list(zip(entries, of_entries, strict=True)) if widths else []
     if len(pairs) != len(entries) or not all(
-        own in (None, shapes[number])
+        shape in (None, shapes[number])
         for entry, leaves in pairs
-        for own, number in zip(entry.shapes, leaves, strict=False)
+        for shape, number in zip(entry.shapes, leaves, strict=False)
     ):
         names = ", ".join(entry.name for entry in entries) or "inputs"
         raise ValueError(

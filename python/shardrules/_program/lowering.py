@@ -235,8 +235,8 @@ def _raised_at(error: BaseException) -> str:
         for frame in extract_tb(error.__traceback__)
         if not frame.filename.startswith((*libraries, "<")) and frame.name != "__exit__"
     ]
-    own = [frame for frame in frames if "site-packages" not in frame]
-    return (own or frames or [""])[-1]
+    of_user = [frame for frame in frames if "site-packages" not in frame]
+    return (of_user or frames or [""])[-1]
 
 
 def _argument_shown(arg: Any) -> str:
@@ -378,13 +378,13 @@ def _answers(mesh: AnyMesh) -> dict[str, Any]:
     if not has_devices(mesh):
         return {"default_backend": "cpu", "device_count": mesh.size, "devices": None}
     devices = list(mesh.devices.flat)
-    own = [device for device in devices if device.process_index == devices[0].process_index]
+    of_process = [device for device in devices if device.process_index == devices[0].process_index]
     return {
         "default_backend": devices[0].platform,
         "device_count": len(devices),
         "devices": sorted(devices, key=lambda device: device.id),
-        "local_device_count": len(own),
-        "local_devices": sorted(own, key=lambda device: device.id),
+        "local_device_count": len(of_process),
+        "local_devices": sorted(of_process, key=lambda device: device.id),
         "process_count": len({device.process_index for device in devices}),
     }
 
@@ -452,11 +452,11 @@ class _Watched:
         return getattr(self._function, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        known = getattr(_here, "answers", None)
-        place = None if known is None else _asker(sys._getframe(1))
-        if known is None or place is None:
+        asked = getattr(_here, "answers", None)
+        place = None if asked is None else _asker(sys._getframe(1))
+        if asked is None or place is None:
             return self._function(*args, **kwargs)
-        answers, questions = known
+        answers, questions = asked
         answer = answers.get(self._name)
         backend = next(iter((*args, *kwargs.values())), None)
         is_other = backend not in (None, answers["default_backend"])

@@ -245,7 +245,7 @@ def _named_instruction(hlo: Hlo, computation: Computation, name: str) -> Instruc
             root = _moved(inner, inner[root.operands[1]])
         if root.parameter is not None and inner is not computation:
             line = computation[line.operands[root.parameter]]
-        elif named := next((one for one in (root, line) if one.op_name), None):
+        elif named := next((operation for operation in (root, line) if operation.op_name), None):
             return named  # a root may be a cast without a name: the fusion has one
         elif not line.operands:
             return instruction
@@ -299,7 +299,7 @@ def _row(
     if _ON_HOST in values.lines[node].type:
         return None
     # What is written into the stack of a loop tells more than the loop.
-    written = [one for one in values.made_of[node] if values.opcodes[one] in UPDATES]
+    written = [source for source in values.made_of[node] if values.opcodes[source] in UPDATES]
     maker = written[0] if values.opcodes[node] == "while" and written else node
     last_use = None if user is None else _executed(values, user)
     shape = values.shapes[node]
@@ -464,7 +464,7 @@ def _in_module(
     parameter = _PARAMETER.match(slot.kind)
     is_parameter = maker == hlo.entry and line.parameter is not None
     if not line.op_name or _ALLOCATED in line.attributes:
-        makers = [(c, other) for other in others if (c := hlo.computation_of(other))]
+        makers = [(c, name_of) for name_of in others if (c := hlo.computation_of(name_of))]
         written = (pair for pair in makers if _is_written(hlo, *pair))
         named = (pair for pair in makers if hlo[pair[0]][pair[1]].op_name)
         maker, name = next(chain(written, named), (maker, name))

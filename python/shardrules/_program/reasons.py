@@ -72,9 +72,9 @@ class Reasons:
     @cached_property
     def leaf_of_copy(self) -> Sequence[int | None]:
         """Leaf of the inputs that each value is a copy of; -1 of a constant of the program."""
-        found = (origin and origin.parameter for origin in self.facts.origins)
+        parameters = (origin and origin.parameter for origin in self.facts.origins)
         leaf_of = self.executable.leaf_of
-        return [None if number is None else leaf_of.get(number, -1) for number in found]
+        return [None if number is None else leaf_of.get(number, -1) for number in parameters]
 
     @cached_property
     def next_state_of(self) -> Mapping[int, int]:
@@ -89,9 +89,9 @@ class Reasons:
 
     def leaves_of_product(self, node: int) -> frozenset[int]:
         """Return the leaves of the inputs that a product multiplies, or whose gradient it is."""
-        found = {self.leaf_of_copy[factor] for factor in self.values.made_of[node]}
-        found.add(self.next_state_of.get(node))
-        return frozenset(leaf for leaf in found if leaf is not None and leaf >= 0)
+        leaves = {self.leaf_of_copy[factor] for factor in self.values.made_of[node]}
+        leaves.add(self.next_state_of.get(node))
+        return frozenset(leaf for leaf in leaves if leaf is not None and leaf >= 0)
 
     @cached_property
     def batch_axes(self) -> frozenset[str]:
@@ -219,17 +219,17 @@ class Row:
         if leaf is not None and leaf >= 0:
             return "argument", leaf
         state_of = self.reasons.next_state_of
-        found = None if leaf is not None else state_of.get(self.result)
-        if leaf is None and found is None and self.kind in ("all-gather", "all-to-all"):
-            found = state_of.get(self._source)  # not returned so, as if evaluated
-            if found is not None and self.kind == "all-gather" and not self._is_made_of(found):
-                found = None
-        if found is None:
+        state = None if leaf is not None else state_of.get(self.result)
+        if leaf is None and state is None and self.kind in ("all-gather", "all-to-all"):
+            state = state_of.get(self._source)  # not returned so, as if evaluated
+            if state is not None and self.kind == "all-gather" and not self._is_made_of(state):
+                state = None
+        if state is None:
             return "all-reduce" if self.is_sum else self.kind, None
         if self.is_sum:
-            return "sum", found
-        is_state = self.kind == "all-to-all" or self._is_made_of(found)
-        return "state" if is_state else "gradient", found
+            return "sum", state
+        is_state = self.kind == "all-to-all" or self._is_made_of(state)
+        return "state" if is_state else "gradient", state
 
     @cached_property
     def result(self) -> int:
@@ -337,10 +337,10 @@ class Row:
         """Axes that shard the leaf, and do not shard the copy."""
         if self.leaf is None or self.kind != "all-gather" or not self._sharding:
             return frozenset()
-        size, whole = self.layers * self._elements(self.result), self.reasons.size([self.leaf])
-        if size * self.reasons.count(self._sharding) <= whole:
+        size, of_leaf = self.layers * self._elements(self.result), self.reasons.size([self.leaf])
+        if size * self.reasons.count(self._sharding) <= of_leaf:
             return frozenset()
-        return self._sharding if size >= whole else self._sharding & self.axes
+        return self._sharding if size >= of_leaf else self._sharding & self.axes
 
     @property
     def is_same_work(self) -> bool:
@@ -446,9 +446,9 @@ class Row:
         for factor in self._summed_factors:
             part = self._facts.maker_of(factor, SLICES)
             if part is not None and not self._is_planned(factor):
-                whole = self._values.made_of[part][0]
+                array = self._values.made_of[part][0]
                 size = self.reasons.count(self.axes) * self._elements(part)
-                if self._elements(whole) == size and not self.differs(whole):
+                if self._elements(array) == size and not self.differs(array):
                     return True
         return False
 
@@ -524,8 +524,8 @@ class Row:
             leaves = [self.reasons.next_state_of.get(node) for node in rows]
             if len(leaves) < len(self.uses):
                 return False
-        known = (leaf for leaf in leaves if leaf is not None and leaf >= 0)
-        return any(self.axes & self.reasons.executable.axes_of(leaf) for leaf in known)
+        arguments = (leaf for leaf in leaves if leaf is not None and leaf >= 0)
+        return any(self.axes & self.reasons.executable.axes_of(leaf) for leaf in arguments)
 
 
 _TABLE: Final[Mapping[str, Sequence[tuple[str, Callable[[Row], bool]]]]] = {

@@ -153,7 +153,9 @@ class Values:
         self._parameters[name] = []
         for line in computation:
             if line.parameter is None:
-                trees[line.name] = self._value(name, line, [trees[one] for one in line.operands])
+                trees[line.name] = self._value(
+                    name, line, [trees[operand] for operand in line.operands]
+                )
                 continue
             tree = arguments[line.parameter]
             trees[line.name] = self._joined(name, line, tree) if is_shared else tree
@@ -183,19 +185,19 @@ class Values:
     def _branches(self, computation: str, line: Instruction, operands: Sequence[Tree]) -> Tree:
         branches = zip(line.callees, operands[1:], strict=False)
         first, *rest = [self._run(body, [operand]) for body, operand in branches]
-        chosen = self._joined(computation, line, first)
+        result = self._joined(computation, line, first)
         for tree in rest:
-            self._join(chosen, tree)
-        return chosen
+            self._join(result, tree)
+        return result
 
     def _custom(self, computation: str, line: Instruction, operands: Sequence[Tree]) -> Tree:
         target = _target(line)
         if target.startswith("AsyncCollective"):
             if target.endswith("Done"):
                 return operands[1]  # behind what is moved
-            started, made = leaves(operands[0]), leaves(self._nodes(computation, line, ()))
+            started, results = leaves(operands[0]), leaves(self._nodes(computation, line, ()))
             before = [self.made_of[node][0] for node in started]
-            return (*before, *started, *made[2 * len(started) :])
+            return (*before, *started, *results[2 * len(started) :])
         return self._nodes(computation, line, operands)
 
     def _each(self, computation: str, line: Instruction, operands: Sequence[Tree]) -> Tree:

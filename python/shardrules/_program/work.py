@@ -111,8 +111,8 @@ def window_pairs(
     few, many = sorted((rows, window))
     places = np.arange(many[0]) * many[1] - first
     count = 0
-    for met in (places + i * few[1] for i in range(few[0])):
-        inside = (met >= 0) & (met <= (size - 1) * dilation) & (met % dilation == 0)
+    for elements in (places + i * few[1] for i in range(few[0])):
+        inside = (elements >= 0) & (elements <= (size - 1) * dilation) & (elements % dilation == 0)
         count += int(np.count_nonzero(inside))
     return count
 
