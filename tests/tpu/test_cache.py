@@ -250,13 +250,3 @@ def test_processes_share_it(tmp_path):
         assert process.returncode == 0
     assert len(entries(tmp_path)) == 1
     assert start().communicate(timeout=300)[0] == "True\n"
-
-
-def test_steps_of_other_libraries_are_kept(folder):
-    nnx, eqx = pytest.importorskip("flax.nnx"), pytest.importorskip("equinox")
-    mesh = cpu_mesh()
-    x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("fsdp")))
-    for jitted in (nnx.jit(double), eqx.filter_jit(double)):
-        results = [cache.finished(jitted.lower(x), mesh, is_kept=True) for _ in range(2)]
-        assert [result.compiled is None for result in results] == [False, True]
-        assert results[0].text == results[1].text

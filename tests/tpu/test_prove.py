@@ -286,23 +286,6 @@ def test_steps_of_flax_and_equinox():
 
 
 @needs_libtpu
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "slices", "sizes"), [
-    ("v5p:8x8x8", 1, {"fsdp": 64, "tp": 8}),
-    ("v5p:16x16x16", 1, {"fsdp": 512, "tp": 8}),
-    ("v5e:16x16", 2, {"data": 2, "fsdp": 32, "tp": 8}),
-])  # fmt: skip
-def test_thousands_of_devices(name, slices, sizes):
-    topology = sr.Topology(name, slices)
-    mesh = topology.mesh(sizes)
-    plan = sr.plan(params(layers=8, width=8192), RULES, mesh)
-    x = batch(mesh, 4096, 8192)
-    proof = sr.prove(jax.jit(step, donate_argnums=0), plan, x, on=topology, outputs=plan)
-    assert not proof.findings.at_least("error")
-    assert proof.memory.totals.arguments >= sum(shard_bytes(plan))
-
-
-@needs_libtpu
 def test_the_time_of_products_is_near_the_peak_and_above_it():
     """Of one large product, which nothing sends."""
     topology = sr.Topology("v5p:2x2x1")

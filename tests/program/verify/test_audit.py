@@ -380,23 +380,6 @@ def test_a_plan_without_devices(planned):
 # Libraries, and misuse
 
 
-def test_an_optimizers_state_that_does_not_follow(planned):
-    """Made by `init` on the parameters outside of jit, without out_shardings."""
-    optax = pytest.importorskip("optax")
-    tree, plan = planned
-    optimizer = optax.adam(1e-3)
-    state = optimizer.init(tree)
-    state_plan = plan.for_optimizer(jax.eval_shape(optimizer.init, tree))
-    found = sr.audit(put(P())(state), state_plan)
-    assert {one.kind for one in found} == {"sharding"}
-    # Two moments for each of six matrices.
-    assert sum(one.leaves for one in found) == 12
-    init = jax.jit(optimizer.init, out_shardings=state_plan.shardings())
-    assert sr.audit(init(tree), state_plan) == ()
-    with pytest.raises(sr.FindingsError):
-        sr.audit(state, plan).raise_for()  # the plan of the parameters
-
-
 # Values: the bits of the shards that JAX has are the oracle.
 
 

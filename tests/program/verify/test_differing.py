@@ -161,22 +161,6 @@ def test_random_keys_that_are_folded_with_the_device_s_number():
     assert "by the number of the device" in finding.message
 
 
-def test_what_runs_has_copies_that_differ():
-    """What is told is so: the copies of a gradient that is not summed have other values."""
-    specs = (KERNEL, ROWS)
-    step = jax.jit(
-        jax.shard_map(jax.grad(loss), mesh=MESH, in_specs=specs, out_specs=KERNEL, check_vma=False)
-    )
-    random = np.random.default_rng(0)
-    args = [
-        jax.device_put(random.normal(size=shape), NamedSharding(MESH, spec))
-        for shape, spec in zip([(64, 32), (32, 64)], specs, strict=True)
-    ]
-    shards = {s.device: np.asarray(s.data) for s in step(*args).addressable_shards}
-    columns = [[shards[device] for device in row] for row in MESH.devices.T]
-    assert all((column[0] != copy).any() for column in columns for copy in column[1:])
-
-
 def test_prove_and_verify_tell_it():
     plan = sr.plan({"w": jax.ShapeDtypeStruct((64, 32), "float32")}, [("w", KERNEL)], MESH)
     x = jax.ShapeDtypeStruct((32, 64), "float32", sharding=NamedSharding(MESH, ROWS))

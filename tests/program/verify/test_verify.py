@@ -196,15 +196,6 @@ def test_arguments_that_jit_has_dropped_are_said_to_be(mesh, plan, batch):
     assert "keep_unused" in finding.fix
 
 
-def test_siblings_are_folded(mesh):
-    tree = [{"k": jax.ShapeDtypeStruct((8, 8), "float32")} for _ in range(3)]
-    plan = sr.plan(tree, [("k", "data")], mesh)
-    compiled = jax.jit(lambda t: jax.tree.map(jnp.sin, t)).lower(plan.abstract()).compile()
-    (finding,) = sr.verify(compiled, (P("model"),))
-    assert finding.paths == ("inputs/0/{0..2}/k",)
-    assert finding.leaves == 3
-
-
 # What plans may be
 
 
@@ -305,44 +296,6 @@ def test_a_plan_of_a_tree_is_not_for_one_array(mesh, plan, batch):
         sr.verify(compiled, (plan, plan))
 
 
-@pytest.mark.parametrize("given", ["plan", "spec", "sharding"])
-def test_what_is_planned_for_one_argument_alone_is_put_into_a_tuple(mesh, plan, batch, given):
-    compiled = jax.jit(loss).lower(plan.abstract(), batch).compile()
-    entry = {"plan": plan, "spec": P("data"), "sharding": NamedSharding(mesh, P("data"))}[given]
-    shown = {"plan": "plan", "spec": r"P\('data'\)", "sharding": "sharding"}[given]
-    with pytest.raises(TypeError, match=rf"takes 2 positional arguments: write \({shown}, None\)"):
-        sr.verify(compiled, entry, plan)
-
-
-def test_a_plan_of_boxes_is_for_arguments_in_boxes_and_without(mesh):
-    spmd = pytest.importorskip("flax.linen.spmd", reason="flax is not installed")
-    array = jax.ShapeDtypeStruct((8, 16), "float32", sharding=NamedSharding(mesh, P("data")))
-    boxed = {"w": spmd.LogicallyPartitioned(array, ("embed", "mlp"))}
-    plans = {
-        axes: sr.plan(boxed, sr.LogicalRules([("embed", axes), ("mlp", None)]), mesh)
-        for axes in ("data", "model")
-    }
-    for argument, at in ((boxed, "inputs/0/w/value"), ({"w": array}, "inputs/0/w")):
-        compiled = jax.jit(lambda tree: jax.tree.map(jnp.sin, tree)).lower(argument).compile()
-        assert sr.verify(compiled, (plans["data"],)) == ()
-        assert found(sr.verify(compiled, (plans["model"],)), "input") == [("error", (at,))]
-    with pytest.raises(
-        ValueError, match=r"inputs\[0\]: the plan is for another tree.*lacks the leaf v/value"
-    ):
-        sr.verify(jax.jit(lambda tree: tree).lower({"v": boxed["w"]}).compile(), (plans["data"],))
-
-
-def test_a_plan_of_named_arrays_is_for_named_arrays(mesh):
-    hax = pytest.importorskip("haliax", reason="haliax is not installed", exc_type=ImportError)
-    axes = hax.make_axes(embed=8, mlp=16)
-    array = jax.device_put(np.ones((8, 16), "f4"), NamedSharding(mesh, P("data")))
-    compiled = jax.jit(lambda tree: tree["w"] * 2).lower({"w": hax.named(array, axes)}).compile()
-    for axis, expected in (("data", []), ("model", ["input"])):
-        rules = sr.LogicalRules({"embed": axis, "mlp": None}, sr.dialects.HALIAX)
-        plan = sr.plan({"w": hax.named(array, axes)}, rules, mesh)
-        assert [one.kind for one in sr.verify(compiled, (plan,))] == expected
-
-
 def test_what_is_not_compiled_is_an_error(plan):
     jitted = jax.jit(lambda x: x)
     for given in (None, jitted, jitted.lower(np.ones(3))):
@@ -422,19 +375,6 @@ def test_a_state_may_be_the_whole_result_and_a_keyword(plan, batch, mesh):
         ("error", ("inputs/params/layers/w",)),
         ("error", ("inputs/params/head",)),
     ]
-
-
-def test_the_result_may_be_a_dict(plan, batch, mesh):
-    def function(params, x):
-        return {"loss": jnp.mean(x), "new": jax.tree.map(lambda p: p * 2, params)}
-
-    jitted = jax.jit(function, out_shardings=NamedSharding(mesh, P()))
-    compiled = jitted.lower(plan.abstract(), batch).compile()
-    for outputs, level in ((None, "warning"), ({"loss": None, "new": plan}, "error")):
-        levels = {
-            one for one, _ in found(sr.verify(compiled, (plan, None), outputs), "fixed-point")
-        }
-        assert levels == {level}
 
 
 def test_a_state_that_comes_out_in_another_dtype(mesh):
@@ -590,13 +530,6 @@ def test_weights_that_are_gathered_over_an_axis_that_cuts_nothing_else(mesh):
         findings = sr.verify(compiled, (spec, None), large=1)
         assert found(findings, "gathered") == [(level, ("inputs/0",))]
         assert of_kind(findings, "gathered").bytes == 64 * 64 * 4
-
-
-def test_a_product_in_parts_gathers_nothing(mesh):
-    w = jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(mesh, P("model")))
-    x = jax.ShapeDtypeStruct((16, 64), "float32", sharding=NamedSharding(mesh, P("data", "model")))
-    compiled = jax.jit(lambda w, x: x @ w).lower(w, x).compile()
-    assert not sr.verify(compiled, (P("model"), None), large=1)
 
 
 def dequantized(weight, scale):

@@ -106,12 +106,6 @@ def test_gradients_are_no_state_to_donate(compiled_step, plan, loss):
     assert not warnings(sr.verify(compiled, (plan, None), plan, large=LARGE))
 
 
-def test_a_function_without_a_state_has_nothing_to_donate(mesh, plan, loss):
-    tokens = shape(mesh, (16, 32), "fsdp", dtype="int32")
-    compiled = jax.jit(loss).lower(plan.abstract(), tokens).compile()
-    assert not warnings(sr.verify(compiled, (plan, None), P(), large=LARGE))
-
-
 def test_a_keyword_is_donated_by_its_name(mesh):
     compiled = (
         jax.jit(lambda *, state: {"w": state["w"] + 1})
@@ -210,72 +204,6 @@ def test_a_table_of_rows_that_are_looked_up_is_in_no_product(mesh, spec):
     x = shape(mesh, (64, 512), "fsdp")
     compiled = jax.jit(multiplied).lower(table, kernel, x).compile()
     assert warnings(sr.verify(compiled, (spec, None, None), large=LARGE))
-
-
-def test_what_is_gathered_before_a_loop_over_micro_batches(mesh):
-    """XLA moves the gathers out of the loop: each trip needs all of them."""
-
-    def loss(params, x):
-        h = jnp.tanh(x @ params["up"])
-        return jnp.mean((h @ params["down"]) ** 2)
-
-    def step(params, batches):
-        def add(total, x):
-            return jax.tree.map(jnp.add, total, jax.grad(loss)(params, x)), None
-
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return descend(params, jax.lax.scan(add, zeros, batches)[0])
-
-    tree = {"up": shape(mesh, (64, 256)), "down": shape(mesh, (256, 64))}
-    plan = sr.plan(tree, [("up", P("fsdp", "tp")), ("down", P("tp", "fsdp"))], mesh)
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=plan.shardings())
-    batches = shape(mesh, (4, 64, 64), None, "fsdp")
-    compiled = jitted.lower(plan.abstract(), batches).compile()
-    findings = sr.verify(compiled, (plan, None), plan, large=LARGE)
-    assert {one.kind for one in findings} == {"gathered"}
-    assert not warnings(findings)
-
-
-def test_experts_that_are_gathered_over_an_axis_for_experts():
-    """On a mesh with another axis, and where the axis for experts cuts dense kernels as well."""
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("fsdp", "ep"))
-    tree = {
-        "experts": {"up": shape(mesh, (8, 32, 64)), "down": shape(mesh, (8, 64, 32))},
-        "out": shape(mesh, (32, 32)),
-    }
-    tokens = P(("fsdp", "ep"))
-    rules = [("experts/", P("ep", "fsdp")), ("out", P(("fsdp", "ep"), None))]
-    plan = sr.plan(tree, rules, mesh)
-
-    def layer(kernels, x, is_sent):
-        whole = partial(jax.lax.all_gather, tiled=True)
-        kernels = [whole(kernels[name], "fsdp", axis=1) for name in ("up", "down")]
-        x = x.reshape(8, -1, 32)
-        if is_sent:
-            x = jax.lax.all_to_all(x, "ep", 0, 1, tiled=True)
-        else:
-            kernels = [whole(kernel, "ep", axis=0) for kernel in kernels]
-        x = jnp.einsum("etd,edh,ehf->etf", x, *kernels)
-        if is_sent:
-            x = jax.lax.all_to_all(x, "ep", 1, 0, tiled=True)
-        return x.reshape(-1, 32)
-
-    def loss(params, x, is_sent):
-        specs = (plan.specs()["experts"], tokens)
-        sharded = jax.shard_map(
-            partial(layer, is_sent=is_sent), mesh=mesh, in_specs=specs, out_specs=tokens
-        )
-        return jnp.mean((sharded(params["experts"], x) @ params["out"]) ** 2)
-
-    x = shape(mesh, (512, 32), *tokens)
-    for is_sent in (True, False):
-        gradient = jax.grad(partial(loss, is_sent=is_sent))
-        jitted = jax.jit(gradient, out_shardings=plan.shardings())
-        compiled = jitted.lower(plan.abstract(), x).compile()
-        findings = sr.verify(compiled, (plan, None), large=LARGE)
-        told = [] if is_sent else [("gathered", ("inputs/0/experts/down", "inputs/0/experts/up"))]
-        assert warnings(findings) == told
-        assert is_sent or "all_to_all" in findings[0].fix
 
 
 # What decoding gathers
