@@ -85,11 +85,9 @@ def test_without_a_slice_xla_for_cpu_is_asked(run):
     assert code == 0, (out, err)
     assert " on fsdp=4 by XLA for CPU: a TPU's partitioner may choose otherwise" in out
     code, _, err = run("step_on", "--mesh", "fsdp=4", "--slices", "2")
-    assert (code, "--slices needs --on" in err) == (2, True)
+    assert (code, "'--slices' needs '--on'" in err) == (2, True)
     code, _, err = run("step_on", "--mesh", "fsdp=4", "--axis-types", "manual")
     assert (code, "--axis-types" in err) == (2, True)
-    code, _, err = run("step_on", "--mesh", "fsdp=4", "--axis-types", "auto,explicit")
-    assert (code, "--axis-types: give auto or explicit for all axes" in err) == (2, True)
 
 
 @needs_libtpu
@@ -174,7 +172,7 @@ def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path, options):
         time.sleep(1 if not options else 6)  # within the compiler, which takes longer
         process.terminate()
         process.stderr.read()
-        assert process.wait(120) == 128 + signal.SIGTERM
+        assert process.wait(120) in (128 + signal.SIGTERM, -signal.SIGTERM)
     until = time.monotonic() + 10
     while list((tmp_path / "files").iterdir()) and time.monotonic() < until:
         time.sleep(0.1)
@@ -229,7 +227,11 @@ def test_the_jobs_of_a_project_file(run, tmp_path):
     done = invoke("prove")
     assert done.exit_code == 2
     assert "error: right: step.lock: no such file; write it with --update-lock" in done.stderr
-    assert invoke("prove", "--update-lock").exit_code == 1
+    done = invoke("prove", "--update-lock")
+    assert (done.exit_code, "error: large: '--update-lock' needs '--lock'" in done.stderr) == (
+        2,
+        True,
+    )
     assert (tmp_path / "step.lock").exists()
     done = invoke("prove", "--format", "json")
     jobs = json.loads(done.stdout)["jobs"]
