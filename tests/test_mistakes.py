@@ -169,7 +169,7 @@ OF_PLANS = {
     "a level to raise for": (lambda: PLAN.check().raise_for("warn"), "'warn'", "'warning'"),
     "the wrong memory": (lambda: PLAN.check(hbm=95).raise_for(), "a device has 95 B", "take a mesh of more devices"),
     "an optimizer's name": (lambda: PLAN.bytes_per_device(optimizer="adamw"), "'adamw'", "('float32', 'float32')", "plan.for_optimizer(state)"),
-    "a short dtype": (lambda: PLAN.bytes_per_device(gradients="bf16"), "'bf16'", "bfloat16"),
+    "a short dtype": (lambda: PLAN.bytes_per_device(gradients="bf16"), "'bf16'", "did you mean 'bfloat16'?"),
     "a text for on_mesh": (lambda: PLAN.on_mesh("fsdp=4"), "'fsdp=4'", "{'dp': 8, 'tp': 4}"),
     "rules for diff": (lambda: PLAN.diff(RULES), "(a list)", "must be a Plan"),
     "a file for to_html": (lambda: PLAN.to_html(3), "3 (an int)", "the path of a file"),
@@ -293,7 +293,7 @@ OF_FILES = {
     "a pair as rename": (lambda: saved(renames=[("wq", "q")]), "('wq', 'q')", "shardrules.Rename('layers.{layer}.w'"),
     "one rename": (lambda: saved(renames=sr.Rename("wq", "q")), "(a Rename)", "a sequence of Renames"),
     "two of one name": (lambda: saved(renames=[sr.Rename("wq", "q"), sr.Rename("norm", "q")]), "'wq', 'norm'", "rename or leave out one"),
-    "a short dtype to load": (lambda: saved(dtype="bf16"), "'bf16'", "bfloat16"),
+    "a short dtype to load": (lambda: saved(dtype="bf16"), "'bf16'", "did you mean 'bfloat16'?"),
     "integers": (lambda: saved(dtype="int8"), "'int8'", "'bfloat16'", "quantise them"),
     "an open group to rename": (lambda: sr.Rename("w{q", "q"), "name 'w{q'", "write {{"),
     "no such group's name": (lambda: sr.Rename("wq", "{layer}/q"), "has {layer}", "write it there, too"),
@@ -319,7 +319,7 @@ OF_FILES = {
     "a device's memory with a unit": (lambda: dataclasses.replace(V5P, memory_bytes="96GB"), "'96GB'", "an integer"),
     "a percentage": (lambda: dataclasses.replace(V5P, efficiency=55), "efficiency is 55", "above 0 and at most 1"),
     "one rate": (lambda: dataclasses.replace(V5P, flops_per_second=459e12), "459000000000000.0", "{'bfloat16': 459e12}"),
-    "a short dtype of a device": (lambda: dataclasses.replace(V5P, flops_per_second={"bf16": 1e12}), "'bf16'", "bfloat16"),
+    "a short dtype of a device": (lambda: dataclasses.replace(V5P, flops_per_second={"bf16": 1e12}), "'bf16'", "did you mean 'bfloat16'?"),
 }  # fmt: skip
 OF_SOLUTIONS = {
     "solved before it is traced": (lambda: sr.solve(train, SIZES, hardware="v5p"), "<function train", "as shardrules.trace gives one"),

@@ -34,11 +34,13 @@ class Faulty(memory.MemoryFileSystem):
         Faulty.ranges.append(list(zip(starts, ends, strict=True)))
         if fault == "fails":
             return [OSError("503, slow down") for _ in parts]
+        if fault == "adds":
+            return [part + bytes(10**6) for part in parts]
         return [part[: len(part) // 2] for part in parts] if fault == "cuts" else parts
 
     def info(self, path, **how):
         if Faulty.refuses:
-            raise PermissionError("403, expired token")
+            raise PermissionError(f"403, expired token, of {Faulty.refuses}")
         return {**super().info(path, **how), "ETag": Faulty.version}
 
 
@@ -94,7 +96,11 @@ def test_near_ranges_are_one_of_one_request(arrays):
 
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [("fails", "OSError: 503, slow down"), ("cuts", r"byte [\d,]+: [\d,]+ of")],
+    [
+        ("fails", "OSError: 503, slow down"),
+        ("cuts", r"byte [\d,]+: [\d,]+ of"),
+        ("adds", r"byte [\d,]+: 1,[\d,]+ of [\d,]+ bytes came"),
+    ],
 )
 @pytest.mark.parametrize("first", [0, 1])
 def test_what_fails_is_an_error(arrays, fault, message, first):
@@ -106,11 +112,15 @@ def test_what_fails_is_an_error(arrays, fault, message, first):
 
 
 def test_a_store_that_refuses(arrays, monkeypatch):
-    monkeypatch.setattr(Faulty, "refuses", True)
-    with pytest.raises(
-        sr.FileError, match="403, expired token; check the URL, your credentials and"
-    ):
-        load()
+    name = "user:sekret@bucket/model@main/m.safetensors"
+    monkeypatch.setattr(Faulty, "refuses", f"faulty://{name}?Signature=SECRET")
+    with pytest.raises(sr.FileError) as caught:
+        load(f"{name}?Signature=SECRET")
+    url = "faulty://bucket/model@main/m.safetensors"
+    assert str(caught.value) == (
+        f"{url}: PermissionError: 403, expired token, of {url}; check the URL, your credentials and "
+        "the connection"
+    )
 
 
 def test_a_file_that_changes_meanwhile(arrays, monkeypatch):

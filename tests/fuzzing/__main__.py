@@ -16,7 +16,7 @@ CORPUS = Path(__file__).parent / "corpus"
 FOUND = Path("build/fuzz")
 NAMES = (
     "manifest", "raw_manifest", "safetensors", "index", "rules", "hardware", "toml", "yaml",
-    "rule_values", "lock", "lock_values", "folding", "tree",
+    "rule_values", "lock", "lock_values", "program_lock", "hlo", "project", "folding", "tree",
 )  # fmt: skip
 
 

@@ -21,11 +21,14 @@ import numpy as np
 
 import shardrules as sr
 from shardrules import FileError
+from shardrules._cli.project import read_jobs
 from shardrules._plan import lock as locks
 from shardrules._plan.files.hardware import read_hardware
 from shardrules._plan.files.models import read_arrays
 from shardrules._plan.files.rules import read_rule_source
 from shardrules._plan.fold import expanded, fold
+from shardrules._program.hlo import Hlo, hlo_errors
+from shardrules._program.lock import program_lock_text, read_program_lock
 
 try:
     import safetensors as library
@@ -217,6 +220,31 @@ def rule_values(data: bytes) -> None:
     rules(json.dumps(content).encode("utf-8", "surrogatepass"))
 
 
+def program_lock(data: bytes) -> None:
+    """The lock of a program: `FileError`, or costs whose lock says the same."""
+    with suppress(FileError):
+        costs = read_program_lock(data, "step.lock")
+        assert read_program_lock(program_lock_text(costs).encode(), "again.lock") == costs
+
+
+def hlo(data: bytes) -> None:
+    """The text of a program: ValueError, or collectives with the groups of its devices."""
+    with suppress(ValueError), hlo_errors():
+        program = Hlo(data.decode(errors="replace"))
+        assert program.alias_count >= 0
+        for op in program.collectives:
+            program.place(op.instruction)
+            assert all(device >= 0 for group in op.groups for device in group)
+
+
+def project(data: bytes) -> None:
+    """A project file: `FileError` without control characters, or jobs."""
+    try:
+        assert all(type(job) is dict for job in read_jobs(Path(_file("p.toml", data))).values())
+    except FileError as error:
+        assert str(error).isprintable()
+
+
 def folding(data: bytes) -> None:
     """Paths in groups: each pattern stands for exactly its paths."""
     *paths, groups = data.decode("utf-8", "surrogateescape").split("\n")
@@ -375,6 +403,9 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "rule_values": rule_values,
     "lock": lock,
     "lock_values": lock_values,
+    "program_lock": program_lock,
+    "hlo": hlo,
+    "project": project,
     "folding": folding,
     "tree": tree,
 }

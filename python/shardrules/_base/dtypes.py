@@ -48,6 +48,8 @@ def numpy_name(name: str) -> str:
     numpy_dtype = SAFETENSORS.get(name, name)
     if numpy_dtype in BITS:
         return numpy_dtype
+    if spelt := SAFETENSORS.get(name.upper().replace("FP", "F")):
+        raise ValueError(f"unknown dtype {brief(name)}; did you mean {spelt!r}?")
     near = near_names(name, SAFETENSORS) + near_names(name, BITS)
     examples = near or ["float32", "bfloat16", "F32", "BF16"]
     raise ValueError(f"unknown dtype {brief(name)}; known ones are {', '.join(examples)}")

@@ -26,9 +26,14 @@ class RemotePath:
     url: str
 
     def __str__(self) -> str:
-        # Without a password, and without the query, where signatures are.
-        protocol, _, place = self.url.partition("?")[0].partition("://")
-        return f"{protocol}://{place.rpartition('@')[2]}"
+        return self._without_secrets(self.url)
+
+    def _without_secrets(self, text: str) -> str:
+        """Return a text without this URL's password, and its query, where signatures are."""
+        place, mark, query = self.url.partition("?")
+        # hf://organization/model@revision has no user.
+        user, at, _ = place.partition("://")[2].partition("/")[0].rpartition("@")
+        return text.replace(mark + query, "").replace(user + at, "")
 
     @property
     def name(self) -> str:
@@ -79,7 +84,8 @@ class RemotePath:
             yield url_to_fs(self.url)
         except Exception as error:
             fix = _INSTALL if isinstance(error, ImportError) else _CHECK
-            raise FileError(f"{self}: {type(error).__name__}: {error}; {fix}") from error
+            words = self._without_secrets(f"{type(error).__name__}: {error}")
+            raise FileError(f"{self}: {words}; {fix}") from error
 
 
 class RemoteFile(io.RawIOBase):
