@@ -124,7 +124,7 @@ def uncut(context: CheckContext) -> Iterator[Finding]:
     # ZeRO-1 cuts optimizer state by axes that do not cut parameters.
     state = {int(plan.kind_of[row]) for row in plan._leaves.rows_by_role.optimizer}
     for axis, size in context.sizes.items():
-        folded = context.undeclared(context.folded_kinds(_forgotten(context, axis, state)))
+        folded = context.undeclared(context.folded(_forgotten(context, axis, state)))
         cost = _saved_by(context, size, folded)
         if not context.is_much(cost):
             continue
@@ -142,8 +142,8 @@ def uncut(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _forgotten(context: CheckContext, axis: str, state: set[int]) -> set[int]:
-    """Find the kinds that this axis does not cut, though it cuts others like them.
+def _forgotten(context: CheckContext, axis: str, state: set[int]) -> list[bool]:
+    """Tell of each kind whether this axis does not cut it, though it cuts others like it.
 
     Parameters are like parameters, and optimizer state, `state`, is like optimizer state.
     """
@@ -153,11 +153,9 @@ def _forgotten(context: CheckContext, axis: str, state: set[int]) -> set[int]:
         if axis in axes_named(kind.spec) and sizes[axis] > 1:
             cut[number in state, len(kind.shape or ())] += kind.bytes * counts[number]
     if not cut:
-        return set()
-    return {
-        number
-        for number, kind in enumerate(context.kinds)
-        if could_cut(axis, kind, sizes)
+        return []
+    return [
+        could_cut(axis, kind, sizes)
         # What is replicated, or has lost the axis, is reported as that.
         and not is_replicated(kind, sizes)
         and axis not in axes_named(kind.wanted)
@@ -167,13 +165,14 @@ def _forgotten(context: CheckContext, axis: str, state: set[int]) -> set[int]:
             for (in_state, rank), size in cut.items()
             if in_state == (number in state) and rank <= len(kind.shape or ())
         )
-    }
+        for number, kind in enumerate(context.kinds)
+    ]
 
 
 def _saved_by(context: CheckContext, parts: int, folded: list[Folded]) -> int:
     """Return the bytes on the fullest device that a cut of these leaves into parts would save."""
-    held = [(context.kinds[part.group].device_bytes, len(part.rows)) for part in folded]
-    return sum([(most - most // parts) * leaves for most, leaves in held])
+    sizes = [(context.kinds[part.group].device_bytes, len(part.rows)) for part in folded]
+    return sum([(size - size // parts) * leaves for size, leaves in sizes])
 
 
 @check_of(

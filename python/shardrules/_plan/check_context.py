@@ -161,10 +161,7 @@ class CheckContext:
         Args:
             is_wanted: For each kind in order, whether it is wanted.
         """
-        return self.folded_kinds({n for n, wanted in enumerate(is_wanted) if wanted})
-
-    def folded_kinds(self, kinds: set[int]) -> list[Folded]:
-        """Return the folded leaves of the kinds of these numbers, in the same order."""
+        kinds = {number for number, is_one in enumerate(is_wanted) if is_one}
         return [part for part in self._by_bytes if part.group in kinds] if kinds else []
 
     @cached_property
@@ -229,19 +226,14 @@ class CheckContext:
         return has_rules and kind.names is None and kind.origin is None and bool(kind.shape)
 
     @cached_property
-    def used_axes(self) -> frozenset[str]:
-        """The mesh axes that cut leaves."""
-        used = [axes_used(kind._counted, self.sizes) for kind in self.kinds]
-        return frozenset().union(*used)
-
-    @cached_property
     def dead_rules_of(self) -> dict[str, list[int]]:
         """The mesh axes that cut no leaf, each with the rules for no leaf that name it."""
         named = {rule: axes_named(self.plan._spec_of_rule(rule)) for rule in self.dead}
+        used = frozenset().union(*(axes_used(kind._counted, self.sizes) for kind in self.kinds))
         return {
             axis: [rule for rule, axes in named.items() if axis in axes]
             for axis, size in self.sizes.items()
-            if size > 1 and axis not in self.used_axes
+            if size > 1 and axis not in used
         }
 
     @cached_property
@@ -281,22 +273,22 @@ class CheckContext:
         return "no rule decides" if kind.names is None else f"the names {kind.names}"
 
 
-def added_rule(plan: Plan, wanted: Sequence[Folded]) -> str:
+def added_rule(plan: Plan, leaves: Sequence[Folded]) -> str:
     """Write a rule for the first of these leaves, to stand before all others.
 
-    P(...) stands for the spec to choose. Beside the first, the rule may match others that are
-    wanted. "" if there is no such pattern, or another rule matches where a single one may.
+    P(...) stands for the spec to choose. Beside the first, the rule may match others of
+    them. "" if there is no such pattern, or another rule matches where a single one may.
     """
     rules, sources = plan._leaves.path_rules, plan.sources
-    if rules is None or not wanted:
+    if rules is None or not leaves:
         return ""
-    path = sources[int(wanted[0].rows[0])]
+    path = sources[int(leaves[0].rows[0])]
     if rules.dialect.precedence == "only" and rules.all_matches(path):
         return ""
-    rows = {row for part in wanted for row in part.rows.tolist()}
+    rows = {row for part in leaves for row in part.rows.tolist()}
     firsts = [int(part.rows[0]) for part in plan.folded]
     others = [sources[row] for row in firsts if row not in rows]
-    texts = [re.escape(text).replace(r"\-", "-") for text in wanted[0].parts[::2]]
+    texts = [re.escape(text).replace(r"\-", "-") for text in leaves[0].parts[::2]]
     regex = r"\d+".join(texts)
     for pattern in (regex, f"^{regex}$"):
         rule = Rules([(pattern, ())], rules.dialect)
