@@ -106,24 +106,24 @@ def unknown_names(context: CheckContext) -> Iterator[Finding]:
     for name, folded in by_name.items():
         # Names that differ in numbers alone are no misspellings of each other.
         stem = _NUMBERS.sub("", name)
-        others = [one for one in axes_of if isinstance(one, str) and _NUMBERS.sub("", one) != stem]
+        others = [n for n in axes_of if isinstance(n, str) and _NUMBERS.sub("", n) != stem]
         absent = nearest(name, unused, SLIP)
         meant = absent or nearest(name, others, SLIP)
         replicated = [
             part for part in context.undeclared(folded) if context.is_whole(kinds[part.group])
         ]
-        whole = context.device_bytes(replicated)
+        size = context.device_bytes(replicated)
         hint = f"; did you mean {meant!r}{', which no leaf has' * bool(absent)}?" if meant else ""
-        cost = f"; {counted(leaves_in(replicated), 'leaf')} replicated: {at_stake(whole)}"
-        level = context.level(whole, "error")
+        cost = f"; {counted(leaves_in(replicated), 'leaf')} replicated: {at_stake(size)}"
+        level = context.level(size, "error")
         yield finding(
             "unknown-name",
             f"no rule is for the name {name!r} of {counted(leaves_in(folded), 'leaf')}{hint}"
-            + (cost if whole else ""),
+            + (cost if size else ""),
             f"correct the name, or add a rule ({name!r}, None) if nothing is to cut it",
             folded,
             level="error" if absent else "warning" if meant and level == "info" else level,
-            bytes=whole,
+            bytes=size,
         )
 
 
@@ -171,11 +171,11 @@ def dead_names(context: CheckContext) -> Iterator[Finding]:
     # Others are told of the axes that they name and that cut no leaf.
     dead = [rule for rule in context.dead if rule not in {*chain(*context.dead_rules_of.values())}]
     if dead:
-        names = [*dict.fromkeys(repr(rules[rule][0]) for rule in dead)]
-        listed = ", ".join([*names[:_MOST_NAMES], *and_more(len(names), _MOST_NAMES, "name")])
+        texts = [*dict.fromkeys(repr(rules[rule][0]) for rule in dead)]
+        names = ", ".join([*texts[:_MOST_NAMES], *and_more(len(texts), _MOST_NAMES, "name")])
         yield finding(
             "dead",
-            f"{counted(len(dead), 'rule')} of {len(rules)} for names that no leaf has: {listed}",
+            f"{counted(len(dead), 'rule')} of {len(rules)} for names that no leaf has: {names}",
             "remove them, if they are for no other tree, such as activations",
             level="info",
         )

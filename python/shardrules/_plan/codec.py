@@ -134,9 +134,9 @@ def naming(name: object, fix: str = "") -> Iterator[None]:
         raise FileError(f"{name}: {what}{fix}", *caret) from error
 
 
-def check_keys(where: str, table: Mapping[str, Any], known: Iterable[str]) -> None:
+def check_keys(where: str, table: Mapping[str, Any], keys: Iterable[str]) -> None:
     """Check that a table has no other keys."""
-    names = list(known)
+    names = list(keys)
     for key in table:
         if key not in names:
             near = nearest(key, names, SLIP) or nearest(key.replace("_", "-"), names, SLIP)
@@ -218,13 +218,13 @@ def short(rule: dict[str, Any]) -> list[Any] | dict[str, Any]:
 
 def dialect_named(name: object, *, is_logical: bool) -> Any:
     """Return the dialect of this name in files; None is the default."""
-    known: Mapping[str, Any] = LOGICAL_DIALECTS if is_logical else DIALECTS
+    dialects: Mapping[str, Any] = LOGICAL_DIALECTS if is_logical else DIALECTS
     if name is None:
         return LINEN if is_logical else EFORMER
-    if isinstance(name, str) and name.lower() in known:
-        return known[name.lower()]
+    if isinstance(name, str) and name.lower() in dialects:
+        return dialects[name.lower()]
     what = " for logical rules" if is_logical else ""
-    raise ValueError(f"dialect {name!r} is unknown{what}; it is one of {', '.join(known)}")
+    raise ValueError(f"dialect {name!r} is unknown{what}; it is one of {', '.join(dialects)}")
 
 
 def read_dialect(table: object, *, is_logical: bool) -> Any:
@@ -274,10 +274,15 @@ def _read_rule(where: str, rule: object, base: Correction) -> tuple[Any, Any]:
     spec, correction = read_spec(where, table.spec), None
     if table.correction is not None:
         correction = read_correction(f"{where}correction: ", table.correction, base)
-    more = {"memory_kind": table.memory_kind, "optional_axes": table.optional_axes}
     with at(where):
-        whole = RuleSpec(spec, correction, table.units, **more)
-    return table.pattern, spec if whole == RuleSpec(spec) else whole
+        read = RuleSpec(
+            spec,
+            correction,
+            table.units,
+            memory_kind=table.memory_kind,
+            optional_axes=table.optional_axes,
+        )
+    return table.pattern, spec if read == RuleSpec(spec) else read
 
 
 def rule_data(pattern: Any, value: Any) -> dict[str, Any]:
@@ -317,9 +322,9 @@ def spec_data(spec: Any) -> Any:
     if isinstance(spec, Fsdp):
         sizes = {name: getattr(spec, name) for name in ("min_bytes", "min_rank")}
         default = fsdp(spec.axes)
-        said = {name: size for name, size in sizes.items() if size != getattr(default, name)}
-        within = {"within": spec_data(spec.within)} if spec.within else {}
-        return {"fsdp": list(spec.axes), **said, **within}
+        data = {"fsdp": list(spec.axes)}
+        data |= {name: size for name, size in sizes.items() if size != getattr(default, name)}
+        return data | ({"within": spec_data(spec.within)} if spec.within else {})
     entries = list(map(_entry_data, plain_entries(spec)))
     tags = tags_of(spec)
     return {"entries": entries, **tags} if tags else entries

@@ -269,8 +269,8 @@ def _asked_text(value: Any) -> str:
     if has_axes(asked) and not isinstance(asked, Fsdp):
         asked = as_written(asked)
     names = ("correction", "units", "memory_kind", "optional_axes")
-    said = [f"{name}={getattr(rule, name)!r}" for name in names if getattr(rule, name)]
-    return ", ".join([spec_shown(asked), *said])
+    options = [f"{name}={getattr(rule, name)!r}" for name in names if getattr(rule, name)]
+    return ", ".join([spec_shown(asked), *options])
 
 
 def _on_device(kind: Kind) -> int:

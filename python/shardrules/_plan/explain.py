@@ -147,8 +147,8 @@ class Explanation(NamedTuple):
             if self.kind.origin is not None or self.kind.shape is None:
                 return []
             return ["  it has no logical axis names, so no rule is for it"]
-        tried = (one for one in self.tried if isinstance(one, TriedName))
-        rows = ((one.rule, one.dim, one.axes, one.outcome, one.to) for one in tried)
+        tried_names = (tried for tried in self.tried if isinstance(tried, TriedName))
+        rows = ((row.rule, row.dim, row.axes, row.outcome, row.to) for row in tried_names)
         return [f"  {line}" for line in rule_lines(names, rows)]
 
 

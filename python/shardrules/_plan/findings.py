@@ -265,9 +265,9 @@ def github_commands(
                 f"lines: there are {len(lines)}, and a finding is about rule {rule}; give one for "
                 "each rule"
             )
-        told = [finding.message, *finding.paths[:_MOST_PATHS], finding.fix]
+        texts = [finding.message, *finding.paths[:_MOST_PATHS], finding.fix]
         line = None if rule is None else lines[rule]
-        return github_command(finding.level, f"{title} {finding.kind}", told, file, line)
+        return github_command(finding.level, f"{title} {finding.kind}", texts, file, line)
 
     return "\n".join(map(command, findings))
 

@@ -200,14 +200,14 @@ class _Leaves:
 
 def _leaf_data(kind: Kind) -> dict[str, Any]:
     names = None if kind.names is None else list(map(name_data, kind.names))
-    more = {"memory_kind": kind.memory_kind, "problem": problem_shown(kind)}
+    optional = {"memory_kind": kind.memory_kind, "problem": problem_shown(kind)}
     return {
         "shape": kind.shape,
         "dtype": dtype_shown(kind),
         "rule": kind.rule,
         **({} if names is None else {"names": names, "rules": list(kind.dim_rules)}),
         "spec": None if kind._counted is None else spec_data(kind._counted),
-        **{key: value for key, value in more.items() if value is not None},
+        **{key: value for key, value in optional.items() if value is not None},
     }
 
 

@@ -73,9 +73,9 @@ def _scope(plan: Plan) -> str:
 
 def plan_text(plan: Plan) -> str:
     """Return the heading, and the first rows in aligned columns."""
-    more = and_more(len(plan.folded), _MOST_ROWS, "row")
+    rest = and_more(len(plan.folded), _MOST_ROWS, "row")
     rows = plan_table(plan, plan.folded[:_MOST_ROWS])
-    return "\n".join([heading(plan), *rows.lines(), *more])
+    return "\n".join([heading(plan), *rows.lines(), *rest])
 
 
 def plan_table(plan: Plan, folded: Iterable[Folded]) -> Table:
@@ -103,10 +103,10 @@ def table_html(plan: Plan) -> str:
     mesh = mesh_shown(plan.axis_sizes)
     leaves = counted(len(plan.paths), "leaf")
     caption = f"{leaves} on {mesh or 'one device'}: {plan.bytes_per_device()}"
-    more = "".join(
+    rest = "".join(
         f"{line}; Plan.to_html shows all" for line in and_more(len(rows), _MOST_HTML_ROWS, "row")
     )
-    return plan_table(plan, rows[:_MOST_HTML_ROWS]).html(caption, more)
+    return plan_table(plan, rows[:_MOST_HTML_ROWS]).html(caption, rest)
 
 
 def plan_json(plan: Plan, memory: DeviceBytes, hbm: int | None) -> str:
@@ -257,9 +257,9 @@ def _rule_table(plan: Plan) -> Table:
         for row in kind.deciders or (ruleless,):
             sums[row] += (count, count * kind.bytes, count * kind.device_bytes)
     rows = [
-        (*said, f"{leaves:,}", bytes_shown(size), bytes_shown(held))
-        for said, (leaves, size, held) in zip(texts, sums.tolist(), strict=True)
-        if leaves or said[0] != "-"
+        (*cells, f"{leaves:,}", bytes_shown(size), bytes_shown(device_bytes))
+        for cells, (leaves, size, device_bytes) in zip(texts, sums.tolist(), strict=True)
+        if leaves or cells[0] != "-"
     ]
     return Table(_RULE_COLUMNS, rows)
 
