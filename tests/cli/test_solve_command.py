@@ -52,6 +52,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_it_writes_rules_and_constraints(folder):
+    pytest.importorskip("ortools")
     done = invoke(*WORDS)
     assert done.exit_code == 0
     assert "# mlp_to_solve.py:" in done.stdout
@@ -69,6 +70,7 @@ def test_it_writes_rules_and_constraints(folder):
 
 @pytest.mark.parametrize(("is_terminal", "options"), [(True, ()), (True, ("-q",)), (False, ())])
 def test_a_terminal_shows_how_far_it_is(monkeypatch, is_terminal, options):
+    pytest.importorskip("ortools")
     monkeypatch.setattr("sys.argv", ["shardrules", *WORDS, *options])
     monkeypatch.setattr("sys.stderr", screen := io.StringIO())
     monkeypatch.setattr(screen, "isatty", lambda: is_terminal)

@@ -10,10 +10,7 @@ from typing import Any, Final, get_args
 import click
 
 from shardrules._base.io import FileError
-from shardrules._base.text import byte_count, nearest, shown
-
-# A device or a host has more.
-_LEAST_WITHOUT_UNIT: Final = 10**6
+from shardrules._base.text import nearest, shown
 
 
 class Type(click.ParamType):  # type: ignore[type-arg]
@@ -80,30 +77,24 @@ def _axes(value: str | list[str]) -> tuple[str, ...]:
 
 
 def _bytes(value: str | int) -> int:
-    return byte_count(str(value))
+    from shardrules._base.arguments import byte_size
+
+    return byte_size("it", value)
 
 
 def _memory(value: str | int) -> int:
-    """Return the bytes of a memory, or of a device of this name; few without a unit are a slip."""
+    """Return the bytes of a memory, or of a device of this name."""
+    from shardrules._base.arguments import memory_bytes
+
     text = str(value).strip()
-    try:
-        count = byte_count(text)
-    except ValueError:
+    if text[:1].isalpha():
         from shardrules._base.hardware import device_of, public_hardware
 
         if device := device_of(text):
             return device.memory_bytes
-        if text[:1].isalpha():
-            meant = did_you_mean(text, public_hardware())
-            raise ValueError(
-                f"{text!r} is neither bytes, such as 96GB, nor a device{meant}"
-            ) from None
-        raise
-    if count == 0:
-        raise ValueError(f"{value!r}: there is some memory, such as 96GB")
-    if text[-1:].isdigit() and count < _LEAST_WITHOUT_UNIT:
-        raise ValueError(f"{text} is {count:,} bytes; write {text}GB")
-    return count
+        meant = did_you_mean(text, public_hardware())
+        raise ValueError(f"{text!r} is neither bytes, such as 96GB, nor a device{meant}")
+    return memory_bytes("it", text)
 
 
 def _share(value: str) -> float:
