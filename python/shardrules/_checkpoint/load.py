@@ -21,9 +21,8 @@ from shardrules._base.mistakes import in_order
 from shardrules._base.text import shown
 from shardrules._checkpoint.conversion import numpy_dtype
 from shardrules._checkpoint.files import Reader
-from shardrules._checkpoint.layouts import plain_form
 from shardrules._checkpoint.names import A_RENAME, Rename, forwards
-from shardrules._checkpoint.targets import Part, Problems, Target
+from shardrules._checkpoint.targets import Problems, Target, plain_target
 from shardrules._checkpoint.trees import Selection, checked_sharding, initial, matched
 from shardrules._checkpoint.units import DEFAULT_IN_FLIGHT, Job, bytes_to_read, fill
 from shardrules._place.agreement import Row, rows_of
@@ -153,7 +152,7 @@ def load(
         )
         leaves, treedef, shardings = requested_shardings(abstract, rules, mesh)
         stored = {name: _stored(leaf) for name, leaf in arrays.leaves.items()}
-        jobs = _jobs_of(targets, leaves, shardings)
+        jobs = _jobs_of(targets, leaves, shardings, stored)
         call.agree(
             lambda: [
                 *_samples(stored),
@@ -181,6 +180,7 @@ def _jobs_of(
     targets: Sequence[tuple[str, Target | None]],
     leaves: Sequence[Any],
     shardings: Sequence[Any],
+    stored: Mapping[str, ArraySpec],
 ) -> list[Job]:
     """Return what is to be made of the arrays."""
     jobs, checked = [], set()
@@ -192,7 +192,7 @@ def _jobs_of(
         if key_dtype(target.dtype) is None:
             jobs.append(Job(path, target, leaf.dtype, sharding))
         else:
-            jobs.append(_job_of_keys(path, target, sharding))
+            jobs.append(_job_of_keys(path, target, stored[target.parts[0].source], sharding))
     return jobs
 
 
@@ -204,17 +204,14 @@ def _stored(array: ArraySpec) -> ArraySpec:
     return ArraySpec(shape, "uint32", array.file, array.begin)
 
 
-def _job_of_keys(path: str, target: Target, sharding: NamedSharding) -> Job:
+def _job_of_keys(path: str, target: Target, words: ArraySpec, sharding: NamedSharding) -> Job:
     """Return the job that reads the words of random keys."""
     if not target.is_plain:
         raise ValueError(f"{path}: random keys can be renamed, and not be rearranged, by load")
-    shape = (*target.shape, bits_of(target.dtype) // 32)
-    zeros = (0,) * len(shape)
-    part = Part(target.parts[0].source, plain_form(shape), zeros, zeros)
     spec = jax.sharding.PartitionSpec(*sharding.spec)
     of_words = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-    words = Target(shape, "uint32", (part,))
-    return Job(path, words, numpy_dtype("uint32"), of_words)
+    plain = plain_target(target.parts[0].source, words)
+    return Job(path, plain, numpy_dtype("uint32"), of_words)
 
 
 def _as_keys(array: Any, like: Any, sharding: Any) -> Any:

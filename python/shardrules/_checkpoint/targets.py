@@ -138,18 +138,21 @@ def targets_of(
         problems: Where to note what does not fit.
         forward: In the direction from the tree: what the renames do in the other.
     """
-    if not records:
-        plain = {name: _plain(name, array) for name, array in arrays.items()}
-        return Targets(plain, [], list(arrays))
-    records_of, left, useless = _records_of(list(arrays), records)
     found: dict[str, list[_Found]] = defaultdict(list)
-    for name in left:
-        shape = arrays[name].shape
-        found[name].append(_Found(name, None, plain_form(shape), (0,) * len(shape), {}))
-    for name, of_name in records_of.items():
-        for record, values in of_name:
+    used, left = set(), []
+    for name, array in arrays.items():
+        matches = list(_matches(name, records))
+        used |= {id(record) for record, _ in matches}
+        has_own = bool(matches) and not matches[-1][0].rename.shared
+        if has_own and matches[-1][0].is_back:
+            # A leaf that has a record of its own is no copy of another.
+            matches = matches[-1:]
+        if not has_own and not (matches and matches[-1][0].is_back):
+            left.append(name)
+            found[name].append(_Found(name, None, *_as_it_is(array.shape), {}))
+        for record, values in matches:
             try:
-                for path, part in _parts(name, arrays[name].shape, record, values):
+                for path, part in _parts(name, array.shape, record, values):
                     if record.is_back:
                         _check_back(record, values, name, path, forward)
                     found[path].append(part)
@@ -166,7 +169,9 @@ def targets_of(
                 doubles.append((path, _target(shared, arrays)))
         except _MisfitError as error:
             problems.add(str(error), path)
-    for record in useless:
+    for record in records:
+        if record.rename.optional or id(record) in used or _finds(record, arrays):
+            continue
         problems.add(
             "this Rename finds no array; correct its name, or give optional=True if some models "
             "have such arrays and others have not",
@@ -176,44 +181,26 @@ def targets_of(
     return Targets(targets, doubles, left)
 
 
-def _plain(name: str, array: ArraySpec) -> Target:
-    zeros = (0,) * len(array.shape)
-    part = Part(name, plain_form(array.shape), zeros, zeros)
-    return Target(array.shape, array.dtype, (part,))
+def plain_target(name: str, array: ArraySpec) -> Target:
+    """Return an array as it is."""
+    form, starts = _as_it_is(array.shape)
+    return Target(array.shape, array.dtype, (Part(name, form, starts, starts),))
 
 
-_Match = tuple[DirectedRename, dict[str, str]]
+def _as_it_is(shape: Shape) -> tuple[Form, Shape]:
+    return plain_form(shape), (0,) * len(shape)
 
 
-def _records_of(
-    names: Sequence[str], records: Sequence[DirectedRename]
-) -> tuple[dict[str, list[_Match]], list[str], list[DirectedRename]]:
-    """Return (the records that count for each name, the names left, the records that lack one)."""
-    own: dict[str, _Match | None] = {}
-    shared: dict[str, list[_Match]] = defaultdict(list)
-    left, useless = list(names), []
+def _matches(
+    name: str, records: Sequence[DirectedRename]
+) -> Iterator[tuple[DirectedRename, dict[str, str]]]:
+    """Yield the records that count for a name: those that share it, and the first other one."""
     for record in records:
-        matches = [(name, record.values(name)) for name in left]
-        hits = {name: values for name, values in matches if values is not None}
-        for name, values in hits.items():
-            if record.rename.shared:
-                shared[name].append((record, values))
-            else:
-                own[name] = None if record.rename.path is None else (record, values)
-        if hits and not record.rename.shared:
-            left = [name for name in left if name not in hits]
-        if not (hits or record.rename.optional) and not _finds(record, own):
-            useless.append(record)
-    found: dict[str, list[_Match]] = {
-        name: [] if match is None else [match] for name, match in own.items()
-    }
-    for name, matches_of_name in shared.items():
-        # Backwards, a leaf that has a record of its own is no copy of another.
-        if not (name in own and matches_of_name[0][0].is_back):
-            found[name] = [*matches_of_name, *found.get(name, [])]
-    if any(record.is_back for record in records):
-        left = [name for name in left if name not in shared]
-    return found, left, useless
+        values = record.values(name)
+        if values is not None:
+            yield record, values
+            if not record.rename.shared:
+                return
 
 
 def _finds(record: DirectedRename, names: Iterable[str]) -> bool:
@@ -223,7 +210,9 @@ def _finds(record: DirectedRename, names: Iterable[str]) -> bool:
 def _parts(
     name: str, shape: Shape, record: DirectedRename, values: Mapping[str, str]
 ) -> Iterator[tuple[str, _Found]]:
-    """Yield (path, part) for each part of the array."""
+    """Yield (path, part) for each part of the array; nothing if it is left out."""
+    if record.rename.path is None:
+        return
     stacked = {axis: _position(record, axis, values[axis]) for axis in record.stacked}
     for region in _regions(record, shape, stacked):
         found = _Found(name, record, region.form, region.starts, stacked)
@@ -268,7 +257,7 @@ def _position(record: DirectedRename, axis: str, word: str) -> int:
 def _regions(record: DirectedRename, shape: Shape, stacked: Mapping[str, int]) -> Sequence[_Region]:
     """Return the regions of an array, one for each array that it is taken apart into."""
     if record.dims is None:
-        return (_Region({}, plain_form(shape), (0,) * len(shape)),)
+        return (_Region({}, *_as_it_is(shape)),)
     is_even = all(isinstance(size, int) for size in record.rename.sizes.values())
     key = shape, () if is_even else tuple(stacked.values())
     if key not in record.regions:
