@@ -18,6 +18,7 @@ Groups = tuple[tuple[str, ...], ...]
 _TOKEN: Final = re.compile(r"\(|\)|[A-Za-z_]\w*|\S")
 
 
+@lru_cache(maxsize=4096)
 def box_shape(box: Box) -> Shape:
     return tuple(end - begin for begin, end in box)
 
@@ -132,7 +133,7 @@ class Form(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Say whether it is a whole array as it is."""
-        return self.shape == self.region == self.target and self.keeps_order
+        return self == plain_form(self.shape)
 
     def arranged(self, xp: Any, values: Any) -> Any:
         """Return the result's region, by numpy or jax.numpy."""

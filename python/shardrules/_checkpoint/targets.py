@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
 from typing import Final, NamedTuple
@@ -138,26 +139,10 @@ def targets_of(
         problems: Where to note what does not fit.
         forward: In the direction from the tree: what the renames do in the other.
     """
-    found: dict[str, list[_Found]] = defaultdict(list)
-    used, left = set(), []
-    for name, array in arrays.items():
-        matches = list(_matches(name, records))
-        used |= {id(record) for record, _ in matches}
-        has_own = bool(matches) and not matches[-1][0].rename.shared
-        if has_own and matches[-1][0].is_back:
-            # A leaf that has a record of its own is no copy of another.
-            matches = matches[-1:]
-        if not has_own and not (matches and matches[-1][0].is_back):
-            left.append(name)
-            found[name].append(_Found(name, None, *_as_it_is(array.shape), {}))
-        for record, values in matches:
-            try:
-                for path, part in _parts(name, array.shape, record, values):
-                    if record.is_back:
-                        _check_back(record, values, name, path, forward)
-                    found[path].append(part)
-            except _MisfitError as error:
-                problems.add(str(error), name)
+    if not records:
+        plain = {name: plain_target(name, array) for name, array in arrays.items()}
+        return Targets(plain, [], list(arrays))
+    found, left, used = _found_parts(arrays, records, problems, forward)
     targets, doubles = {}, []
     for path, parts in found.items():
         # An array of the path's own goes before what is shared.
@@ -181,12 +166,44 @@ def targets_of(
     return Targets(targets, doubles, left)
 
 
+def _found_parts(
+    arrays: Mapping[str, ArraySpec],
+    records: Sequence[DirectedRename],
+    problems: Problems,
+    forward: Sequence[DirectedRename],
+) -> tuple[dict[str, list[_Found]], list[str], set[int]]:
+    """Return (the parts of each path, the names left, the ids of records that find a name)."""
+    found: dict[str, list[_Found]] = defaultdict(list)
+    used: set[int] = set()
+    left = []
+    for name, array in arrays.items():
+        matches = list(_matches(name, records))
+        used |= {id(record) for record, _ in matches}
+        has_own = bool(matches) and not matches[-1][0].rename.shared
+        if has_own and matches[-1][0].is_back:
+            # A leaf that has a record of its own is no copy of another.
+            matches = matches[-1:]
+        if not has_own and not (matches and matches[-1][0].is_back):
+            left.append(name)
+            found[name].append(_Found(name, None, *_as_it_is(array.shape), {}))
+        for record, values in matches:
+            try:
+                for path, part in _parts(name, array.shape, record, values):
+                    if record.is_back:
+                        _check_back(record, values, name, path, forward)
+                    found[path].append(part)
+            except _MisfitError as error:
+                problems.add(str(error), name)
+    return found, left, used
+
+
 def plain_target(name: str, array: ArraySpec) -> Target:
     """Return an array as it is."""
     form, starts = _as_it_is(array.shape)
     return Target(array.shape, array.dtype, (Part(name, form, starts, starts),))
 
 
+@lru_cache(maxsize=4096)
 def _as_it_is(shape: Shape) -> tuple[Form, Shape]:
     return plain_form(shape), (0,) * len(shape)
 
