@@ -168,9 +168,9 @@ def test_other_arguments_are_refused():
     step = traced(mesh)
     run = constrained_step(step, layout(step), mesh)
     params, rows = values(mesh, 1)
-    with pytest.raises(ValueError, match=r"inputs/1 has the shape \[4\].*traced with \[8\]"):
+    with pytest.raises(ValueError, match=r"traced with arrays of .*(8,)"):
         run(params, rows[:4])
-    with pytest.raises(ValueError, match="5 arrays are given, and it was traced with 6"):
+    with pytest.raises(ValueError, match="traced with arrays of"):
         run(params["layers"] | {"embed": params["embed"], "turn": params["turn"]}, rows)
 
 

@@ -162,15 +162,16 @@ def shortlist(best: Search, searches: Sequence[Search]) -> list[Contender]:
         Contender("as in the program", traced, traced.space.traced()),
         *(row for row in others if row.seconds.total <= first.seconds.total * _FAR),
     ]
-    found: dict[Any, Contender] = {}
+    by_cost: dict[Any, Contender] = {}
     for row in rows:
         if row is first or not row.search.is_over_memory(row.assignment):
-            found.setdefault(row.key(), row)
-    return list(found.values())[:MOST]
+            by_cost.setdefault(row.key(), row)
+    return list(by_cost.values())[:MOST]
 
 
 def _fastest(rows: Iterable[Contender]) -> list[Contender]:
-    return sorted(rows, key=lambda row: row.seconds.total)
+    """Sort layouts; those alike, such as along one or the other of two axes, stay in order."""
+    return sorted(rows, key=lambda row: float(f"{row.seconds.total:.{_DIGITS}g}"))
 
 
 def _search_as_traced(best: Search, searches: Sequence[Search]) -> Search:
@@ -260,8 +261,8 @@ def _read(asked: _Asked) -> Contender:
         return row
     needed = answer.required if isinstance(answer, Refusal) else answer.peak
     if not isinstance(answer, Refusal):
-        own = plan_of(step, row.spread, mesh)
-        plans = (own if place == step._place else None for place in range(len(step._args)))
+        planned = plan_of(step, row.spread, mesh)
+        plans = (planned if place == step._place else None for place in range(len(step._args)))
         row.program = inspect(answer.program, tuple(plans))
         row.compiled = _costs(row, row.program, needed)
     if needed > hbm or isinstance(answer, Refusal):
@@ -290,8 +291,8 @@ def _costs(layout: Contender, program: Program, peak: int) -> StepCost:
             seconds[axes] += space.machine.seconds(row.op.kind, axes, size)
     # What is sent beyond the gathers and sums of weights that are predicted, products wait for.
     price, hidden = Price(spread, space.machine), defaultdict[tuple[str, ...], float](float)
-    for one in spread.sent:
-        hidden[one.axes] += price.sending([one]).meanwhile
+    for predicted in spread.sent:
+        hidden[predicted.axes] += price.sending([predicted]).meanwhile
     meanwhile = sum(min(total, hidden[axes]) for axes, total in seconds.items())
     # Elementwise arithmetic, and reading and writing, is taken from the prediction.
     computing = layout.seconds.compute * (done / flops if done and flops else 1.0)

@@ -212,7 +212,10 @@ def constrained_step(step: Step, spread: Spread, mesh: Mesh) -> Any:
         leaves = tree_util.tree_leaves(args)
         shapes = [getattr(leaf, "shape", ()) for leaf in leaves]
         if shapes != inputs:
-            raise ValueError(_other_arguments(step, shapes, inputs))
+            raise ValueError(
+                f"{step.name}: it was traced with arrays of {inputs}, and is given {shapes}: trace "
+                "and solve the step for these arguments"
+            )
         return tree_util.tree_unflatten(step._out_tree, run(*leaves))
 
     run_step.__name__ = step.name
@@ -232,15 +235,6 @@ def _donated(step: Step) -> tuple[int, ...]:
         for place, rows in enumerate(step._ranges)
         if rows and all(inputs[row] in donated for row in rows)
     )
-
-
-def _other_arguments(step: Step, shapes: list[Any], inputs: list[Any]) -> str:
-    texts = f"{len(shapes)} arrays are given, and it was traced with {len(inputs)}"
-    if len(shapes) == len(inputs):
-        rows = zip(step._paths, shapes, inputs, strict=True)
-        path, given, traced = next(row for row in rows if row[1] != row[2])
-        texts = f"{path} has the shape {list(given)}, and was traced with {list(traced)}"
-    return f"{step.name}: {texts}: trace and solve the step for these arguments"
 
 
 class _Writer:

@@ -56,7 +56,6 @@ class StepArrays:
             for row in rows
             for name in row
         }
-        self._orders: dict[int, list[tuple[int, int]]] = {}
         self._places: dict[int, list[tuple[int, int]]] = {}
         alike: dict[Any, int] = {}
         kinds = zip(self.classes, self._is_weight, strict=True)
@@ -112,34 +111,31 @@ class StepArrays:
         rows = self.classes[number]
         if self._is_weight[number] and self._is_vector(number):
             return ((),) * len(rows)
-        of: dict[tuple[int, int], Axes] = {}
+        axes_at: dict[tuple[int, int], Axes] = {}
         taken: set[str] = set()
         for dim, place in self._order(number):
             free = [a for a in axes.get(rows[dim][place], ()) if a not in taken]
             if free:
-                of[dim, place] = tuple(free)
+                axes_at[dim, place] = tuple(free)
                 taken.update(free)
-        cuts = [self._contiguous(row, dim, of) for dim, row in enumerate(rows)]
+        cuts = [self._contiguous(row, dim, axes_at) for dim, row in enumerate(rows)]
         if stored and self.is_stored(number):
             self._store(number, stored, cuts)
         return tuple(cuts)
 
     def _order(self, number: int) -> list[tuple[int, int]]:
         """Return (dimension, place in it) of an array's classes, those that keep axes first."""
-        if number not in self._orders:
-            rows = self.classes[number]
-            pairs = [(dim, place) for dim, row in enumerate(rows) for place in range(len(row))]
-            pairs.sort(key=lambda pair: (self._ranks[rows[pair[0]][pair[1]]], pair))
-            self._orders[number] = pairs
-        return self._orders[number]
+        rows = self.classes[number]
+        pairs = [(dim, place) for dim, row in enumerate(rows) for place in range(len(row))]
+        return sorted(pairs, key=lambda pair: (self._ranks[rows[pair[0]][pair[1]]], pair))
 
-    def _contiguous(self, row: Dims, dim: int, of: Mapping[tuple[int, int], Axes]) -> Axes:
+    def _contiguous(self, row: Dims, dim: int, axes_at: Mapping[tuple[int, int], Axes]) -> Axes:
         """Return the axes of a dimension: what is behind a class that is not cut through is not."""
         axes: Axes = ()
         for place, name in enumerate(row):
-            own = of.get((dim, place), ())
-            axes += own
-            if self.count(own) != self.equations.dims.sizes[name]:
+            part = axes_at.get((dim, place), ())
+            axes += part
+            if self.count(part) != self.equations.dims.sizes[name]:
                 break
         return axes
 
@@ -159,14 +155,14 @@ class StepArrays:
     def _stored_places(self, number: int) -> list[tuple[int, int]]:
         """Return (dimension, its major class) of a weight, in the order in which it is cut."""
         if number not in self._places:
-            of, sizes = self.roles.of, self.equations.dims.sizes
+            roles, sizes = self.roles.of, self.equations.dims.sizes
             places = [
                 (dim, row[0])
                 for dim, row in enumerate(self.classes[number])
                 if row and row[0] not in self.equations.looped
             ]
             first = {role: place for place, role in enumerate(_STORED_FIRST)}
-            places.sort(key=lambda p: (first.get(of.get(p[1], ""), 9), -sizes[p[1]], p[1]))
+            places.sort(key=lambda p: (first.get(roles.get(p[1], ""), 9), -sizes[p[1]], p[1]))
             self._places[number] = places
         return self._places[number]
 

@@ -50,19 +50,19 @@ class Seconds(NamedTuple):
     def bounds(self) -> Bounds:
         """Sums of which the larger is the total, and which add up term by term."""
         compute, memory, meanwhile, alone = self
-        busy, shown = compute + memory, 1 - _HIDDEN
-        return busy + shown * meanwhile + alone, meanwhile + shown * busy + alone
+        busy, waited = compute + memory, 1 - _HIDDEN
+        return busy + waited * meanwhile + alone, meanwhile + waited * busy + alone
 
     @property
     def total(self) -> float:
         return max(self.bounds)
 
-    def plus(self, other: Seconds) -> Seconds:
-        a, b, c, d = other
+    def plus(self, term: Seconds) -> Seconds:
+        a, b, c, d = term
         return Seconds(self[0] + a, self[1] + b, self[2] + c, self[3] + d)
 
-    def less(self, other: Seconds) -> Seconds:
-        a, b, c, d = other
+    def less(self, term: Seconds) -> Seconds:
+        a, b, c, d = term
         return Seconds(self[0] - a, self[1] - b, self[2] - c, self[3] - d)
 
 

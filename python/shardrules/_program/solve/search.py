@@ -190,9 +190,11 @@ class Search:
             """Return variables that are what the row costs which the values choose."""
             rows = [(*row, *numbers) for row, numbers in cells]
             columns = [*zip(*rows, strict=True)][len(scope) :]
-            chosen = [model.new_int_var(min(column), max(column), "") for column in columns]
-            model.add_allowed_assignments([*(variables[name] for name in scope), *chosen], rows)
-            return chosen
+            cells_of_row = [model.new_int_var(min(column), max(column), "") for column in columns]
+            model.add_allowed_assignments(
+                [*(variables[name] for name in scope), *cells_of_row], rows
+            )
+            return cells_of_row
 
         limit = most  # or if nothing is known that fits, what all of the worst take
         if most == inf:
@@ -277,8 +279,9 @@ def best_of(searches: Sequence[Search]) -> tuple[Search, float]:
     An interrupt ends all, with what is known by then.
     """
 
-    def best() -> Search:
-        return min(searches, key=lambda search: float(f"{search.seconds:.9g}"))
+    def best() -> Search:  # of those alike the first, with most devices along the first axes
+        least = min(search.seconds for search in searches)
+        return next(search for search in searches if search.seconds <= least * (1 + _ROUNDED))
 
     with suppress(KeyboardInterrupt):
         # All are tried in short before one is searched to its end, which may take all of the time.
@@ -293,13 +296,13 @@ def best_of(searches: Sequence[Search]) -> tuple[Search, float]:
                     f"mesh {number} of {len(searches)}, {mesh_shown(search.space.machine.sizes)}: "
                     f"best {seconds_shown(seconds)}, bound {seconds_shown(bound)}, gap {gap:.1%}"
                 )
-    found = best()
+    winner = best()
     bound = min(search.bound for search in searches)
-    if found.assignment is None:
+    if winner.assignment is None:
         raise _nothing(searches, is_proved=bound == inf)
-    found.simplify()
-    seconds = found.terms.total(found.assignment).total
-    return found, seconds if bound >= found.seconds * (1 - _ROUNDING) else bound
+    winner.simplify()
+    seconds = winner.terms.total(winner.assignment).total
+    return winner, seconds if bound >= seconds * (1 - 2 * _ROUNDED) else bound
 
 
 def _nothing(searches: Sequence[Search], *, is_proved: bool) -> ValueError:

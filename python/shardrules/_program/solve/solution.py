@@ -121,14 +121,14 @@ class Solution:
         gap = "none takes less" if self.gap == 0 else f"at most {self.gap:.1%} from the best"
         if self.gap and not has_solver():
             gap += "; pip install ortools, which proves more"
-        costs, shown = self.candidates[0].predicted, ""
+        costs, note = self.candidates[0].predicted, ""
         if self.compiled is not None:
-            shown = f"as compiled, the best of {counted(len(self.candidates), 'layout')}; "
-            shown += f"predicted {seconds_shown(costs.seconds)}, {bytes_shown(costs.memory)}; "
+            note = f"as compiled, the best of {counted(len(self.candidates), 'layout')}; "
+            note += f"predicted {seconds_shown(costs.seconds)}, {bytes_shown(costs.memory)}; "
             costs = self.compiled
         return (
             f"{seconds_shown(costs.seconds)} a step on {mesh_shown(self.plan.axis_sizes)}, "
-            f"{bytes_shown(costs.memory)} on each device; {shown}bound {seconds_shown(self.bound)} "
+            f"{bytes_shown(costs.memory)} on each device; {note}bound {seconds_shown(self.bound)} "
             f"for layouts that shard each class of dimensions alike: {gap}"
         )
 
@@ -136,14 +136,6 @@ class Solution:
         parts = self._parts()[:-1]
         lines = (part.lines() if isinstance(part, Table) else [part] for part in parts)
         return printable_lines([line for rows in lines for line in rows])
-
-    def _sent_lines(self) -> Iterator[str]:
-        """Yield a line for the bytes over each of the mesh axes, if they are known."""
-        if self.compiled is not None:
-            predicted, sent = self.candidates[0].predicted.sent, self.compiled.sent
-            for axes in sorted({*predicted, *sent}):
-                both = [bytes_shown(rows.get(axes, 0)) for rows in (sent, predicted)]
-                yield f"sent over {','.join(axes)}: {both[0]}, predicted {both[1]}"
 
     def _left_out_lines(self) -> Iterator[str]:
         """Yield the meshes that were not tried."""
@@ -159,7 +151,7 @@ class Solution:
     def _parts(self) -> list[Table | str]:
         """Return what notebooks show: choices, candidates if they were compiled, constraints."""
         rows = [(str(row), row.next_best) for row in self.choices]
-        parts: list[Table | str] = [self.summary, Table(_COLUMNS, rows), *self._sent_lines()]
+        parts: list[Table | str] = [self.summary, Table(_COLUMNS, rows)]
         if self.compiled is not None:
             parts.append(table_of_candidates(self.candidates))
         lines = printable_lines(["constraints, by line", *map(str, self.activations)])
@@ -213,14 +205,14 @@ class Solution:
         Raises:
             ValueError: There are no devices, the mesh has other axes, or Explicit ones.
         """
-        own = as_mesh(self.mesh)
-        devices: Any = own if mesh is None else mesh
-        if not has_devices(devices) or devices.shape != own.shape:
+        solved = as_mesh(self.mesh)
+        devices: Any = solved if mesh is None else mesh
+        if not has_devices(devices) or devices.shape != solved.shape:
             none = "" if has_devices(devices) else " of no devices"
             raise ValueError(
                 f"mesh: it is {mesh_shown(devices.shape)}{none}, and the solution is for "
-                f"{mesh_shown(own.shape)}: give a mesh of devices, such as "
-                f"jax.make_mesh({tuple(own.shape.values())}, {tuple(own.shape)})"
+                f"{mesh_shown(solved.shape)}: give a mesh of devices, such as "
+                f"jax.make_mesh({tuple(solved.shape.values())}, {tuple(solved.shape)})"
             )
         with in_force(devices):
             yield constrained_step(self.step, self._spread, devices)
@@ -337,19 +329,19 @@ def _refused(rows: list[Contender]) -> ValueError:
 def _solution(
     rows: list[Contender], bound: float, left_out: tuple[dict[str, int], ...]
 ) -> Solution:
-    chosen = rows[0]
-    step, mesh = chosen.search.space.step, chosen.search.mesh
+    answer = rows[0]
+    step, mesh = answer.search.space.step, answer.search.mesh
     return Solution(
         step=step,
         mesh=mesh,
-        plan=plan_of(step, chosen.spread, mesh),
-        specs=specs_of(step, chosen.spread),
-        choices=tuple(_choices(chosen)),
+        plan=plan_of(step, answer.spread, mesh),
+        specs=specs_of(step, answer.spread),
+        choices=tuple(_choices(answer)),
         candidates=tuple(row.row for row in rows),
-        program=chosen.program,
+        program=answer.program,
         bound=bound,
         left_out=left_out,
-        _spread=chosen.spread,
+        _spread=answer.spread,
     )
 
 
@@ -410,19 +402,19 @@ def ruled(step: Step, specs: Mapping[str, PartitionSpec], mesh: Any) -> Plan:
     """Plan the parameters by rules that give them their specs, in the dialect of the step's."""
     from jax.tree_util import tree_leaves
 
-    place, given = step._place, step.plan
+    place, planned = step._place, step.plan
     tree = step._trees[place]
-    if given is not None and isinstance(given.rules, Rules):  # its leaves have the user's order
-        bare = given.with_rules(Rules((), given.rules.dialect)).on_mesh(mesh)
+    if planned is not None and isinstance(planned.rules, Rules):  # its leaves have the user's order
+        bare = planned.with_rules(Rules((), planned.rules.dialect)).on_mesh(mesh)
     else:
         bare = plan_by_rules(tree, Rules(()), mesh)
     leaves = inputs_of(tree, step._function, tree_leaves(bare._leaves.tree))
-    own: dict[str, Entries | RuleSpec] = {}
+    spec_of: dict[str, Entries | RuleSpec] = {}
     for leaf, row in zip(leaves, step._ranges[place], strict=True):
         spec = Entries(trimmed(entries_of(specs[step._paths[row]])))
         units = _units(step, step._equations.body.inputs[row], spec, bare.axis_sizes)
-        own[bare.paths[leaf]] = RuleSpec(spec, units=units) if units else spec
-    return with_specs(bare, own)
+        spec_of[bare.paths[leaf]] = RuleSpec(spec, units=units) if units else spec
+    return with_specs(bare, spec_of)
 
 
 def _units(step: Step, number: int, spec: Entries, mesh: Mapping[str, int]) -> tuple[int, ...]:
@@ -469,18 +461,20 @@ def with_specs(plan: Plan, specs: Mapping[str, Entries | RuleSpec]) -> Plan:
 def _wrong(plan: Plan, specs: Mapping[str, Entries | RuleSpec]) -> Iterator[str]:
     """Yield the paths that have another spec."""
     for path, number in zip(plan.paths, plan.kind_of.tolist(), strict=True):
-        found, wanted = plan.kinds[number].spec, plain_spec(specs[path])
-        entries = () if found is None else trimmed(entries_of(found))
-        if list(map(entry_axes, entries)) != list(map(entry_axes, wanted)):
+        spec, expected = plan.kinds[number].spec, plain_spec(specs[path])
+        entries = () if spec is None else trimmed(entries_of(spec))
+        if list(map(entry_axes, entries)) != list(map(entry_axes, expected)):
             yield path
 
 
 def suggestion_of(result: Plan, step: Step) -> Suggestion:
     """Return the rules of a plan, each with what the step does with its leaves."""
     used = frozenset().union(*(axes_named(kind.spec) for kind in result.kinds))
-    whole = tuple(str(pattern) for pattern, value in result.rules if plain_spec(value) == Entries())
+    replicated = tuple(
+        str(pattern) for pattern, value in result.rules if plain_spec(value) == Entries()
+    )
     unused = tuple(axis for axis in result.axis_sizes if axis not in used)
-    declared = Declared(replicated=whole, data_axes=unused)
+    declared = Declared(replicated=replicated, data_axes=unused)
     return Suggestion(result._declaring(declared), tuple(_reasons(result, step)), declared)
 
 

@@ -82,8 +82,8 @@ class Space:
     def _facts(self) -> dict[int, Cuts]:
         """Return the cuts of constants, and of what only code by device makes and reads."""
         equations = self.step._equations
-        whole = {number: self.arrays.known(number, ()) for number in equations.constants}
-        return whole | {
+        constants = {number: self.arrays.known(number, ()) for number in equations.constants}
+        return constants | {
             number: self.arrays.known(number, equations.manual[number])
             for operation, _ in equations.everything()
             for number in operation.outputs
@@ -110,15 +110,15 @@ class Space:
         sizes = equations.dims.sizes
         pairs = [sorted(pair, key=sizes.__getitem__) for pair in equations.dims.parts]
         while True:
-            more = {
+            inner = {
                 name
                 for part, whole in pairs
                 if parts.issuperset(equations.dims.classes(whole))
                 for name in equations.dims.classes(part)
             }
-            if more <= parts:
+            if inner <= parts:
                 return parts
-            parts |= more
+            parts |= inner
 
     def _fixed_like(self, fixed: Mapping[int, Cuts]) -> dict[int, Cuts]:
         """Return the cuts of what is like weights that are kept: slices, casts, gradients, state.
@@ -132,7 +132,7 @@ class Space:
         for number in (n for n in inputs if self.arrays.is_weight(n)):
             kept.setdefault(self._kind(number), set()).add(fixed.get(number))
         first = {self._kind(number): number for number in inputs if number in fixed}
-        like = {}
+        fixed_too = {}
         for number in filter(self.arrays.is_weight, range(len(classes))):
             kind = self._kind(number)
             source = sources.get(number)
@@ -140,8 +140,8 @@ class Space:
                 source = first.get(kind) if len(kept.get(kind, ())) == 1 else None
             if source is not None and number not in fixed and source in fixed:
                 axes = dict(zip(classes[source], fixed[source], strict=True))
-                like[number] = tuple(axes.get(row, ()) for row in classes[number])
-        return like
+                fixed_too[number] = tuple(axes.get(row, ()) for row in classes[number])
+        return fixed_too
 
     def _kind(self, number: int) -> frozenset[Dims]:
         """Return the classes of the dimensions of an array, but for those of loops."""
@@ -156,14 +156,14 @@ class Space:
         Axes of the batch that cut weights store them; all others are those of their class.
         """
         equations, roles = self.step._equations, self.step._roles
-        given = dict(zip(equations.body.inputs, argument_cuts(self.step), strict=True))
+        cuts_of = dict(zip(equations.body.inputs, argument_cuts(self.step), strict=True))
         written = (row for row, _ in equations.everything() if constrains(row.eqn))
-        given |= {row.outputs[0]: constraint_cuts(row.eqn) for row in written}
+        cuts_of |= {row.outputs[0]: constraint_cuts(row.eqn) for row in written}
         wishes: dict[int, list[str]] = {name: [] for name in self.values}
         stored = wishes.setdefault(STORED, [])
-        for number in sorted(given, key=self.arrays.is_weight):
+        for number in sorted(cuts_of, key=self.arrays.is_weight):
             for classes, axes in zip(
-                self.arrays.classes[number], given[number] or (), strict=False
+                self.arrays.classes[number], cuts_of[number] or (), strict=False
             ):
                 batch = {
                     a for name, row in wishes.items() if roles.of.get(name) == "batch" for a in row
@@ -177,41 +177,39 @@ class Space:
         }
 
     def starts(self) -> list[Assignment]:
-        """Return layouts as experts have them, FSDP among them, and that of the program."""
-        axes = (
-            None,
-            *reversed(self.sizes),
-        )  # of those alike the first has the last axis on weights
-        rows = [self._start(i, j) for i in axes for j in axes if i is None or i != j]
+        """Return layouts as experts have them, FSDP among them, and that of the program.
+
+        Of those alike the first has the last axis on weights.
+        """
+        rows = [self._start(tensor) for tensor in (None, *reversed(self.sizes))]
         rows.append(self.traced())
         return list({tuple(row.values()): row for row in rows}.values())
 
     def fsdp(self) -> Assignment:
         """Return the layout in which all axes cut the batch, and store weights in parts."""
-        return self._start()
+        return self._start(None)
 
-    def _start(self, tensor: str | None = None, expert: str | None = None) -> Assignment:
-        """Return the layout with an axis on weights, one on experts, and all others on the batch.
+    def _start(self, tensor: str | None) -> Assignment:
+        """Return the layout with an axis on weights, all others on the batch, and all on storage.
 
-        The axis of experts is that of the batch as well, outside of experts; all cut storage.
-        Sequences have the axis of weights, and what does not divide the batch.
+        Sequences have what does not divide the batch, and the axis of weights.
         """
         roles = self.step._roles
-        of_weights = [tensor] if tensor else []
-        wishes: dict[str, list[str]] = {
-            "batch": [axis for axis in self.sizes if axis != tensor],
-            "experts": [expert] if expert else [],
-            "model width": [],
-        }
-        now: Assignment = {}
+        layout: Assignment = {}
         for name in self.values:
             role = roles.of.get(name, "")
-            wish = wishes.get(role, of_weights if name in roles.of_weights else [])
-            now[name] = self._largest(name, self.sizes if name == STORED else wish)
-        cut = {axis for n in now if roles.of.get(n) == "batch" for axis in now[n]}
-        for name in (name for name in now if roles.of.get(name) == "sequence"):
-            now[name] = self._largest(name, self.sizes.keys() - cut)
-        return now
+            if name == STORED:
+                wish = list(self.sizes)
+            elif role == "batch":
+                wish = [axis for axis in self.sizes if axis != tensor]
+            else:
+                is_cut = name in roles.of_weights and role != "model width"
+                wish = [tensor] if tensor and is_cut else []
+            layout[name] = self._largest(name, wish)
+        cut = {axis for n in layout if roles.of.get(n) == "batch" for axis in layout[n]}
+        for name in (name for name in layout if roles.of.get(name) == "sequence"):
+            layout[name] = self._largest(name, self.sizes.keys() - cut)
+        return layout
 
     def _largest(self, name: int, wish: Iterable[str]) -> Axes:
         """Return the value of a variable of most devices among those of axes that are wished."""
@@ -240,12 +238,12 @@ class Space:
 def argument_cuts(step: Step) -> list[Cuts | None]:
     """Return the cuts of each argument's leaf: its own, or those that the jitted step gives."""
     leaves = [leaf for tree in step._trees for leaf in inputs_of(tree, step._function)]
-    own = [_sharding_cuts(getattr(leaf, "sharding", None)) for leaf in leaves]
+    cuts_of = [_sharding_cuts(getattr(leaf, "sharding", None)) for leaf in leaves]
     shardings = () if step._call is None else step._call.params.get("in_shardings", ())
-    if len(shardings) != len(own):
-        return own
+    if len(shardings) != len(cuts_of):
+        return cuts_of
     by_call = map(_sharding_cuts, shardings)
-    return [default if row is None else row for row, default in zip(own, by_call, strict=True)]
+    return [default if row is None else row for row, default in zip(cuts_of, by_call, strict=True)]
 
 
 def constraint_cuts(eqn: Any) -> Cuts | None:

@@ -262,8 +262,8 @@ class Spread:
             if scattered:
                 self._send("reduce-scatter", scattered, self.bytes(number), number)
                 self._cuts[number] = tuple(
-                    (*row, *(axis for axis in wanted if axis in scattered))
-                    for row, wanted in zip(before, target, strict=True)
+                    (*row, *(axis for axis in goal if axis in scattered))
+                    for row, goal in zip(before, target, strict=True)
                 )
             if rest:
                 self._send("all-reduce", rest, self.bytes(number), number)
@@ -322,15 +322,15 @@ def _factor_cuts(
         if not names or not factors:
             continue
         rows: dict[int, tuple[str, ...]] = {}
-        place, left = 0, rule.sizes[factors[0]]
+        place, rest = 0, rule.sizes[factors[0]]
         for name in names:
-            if left == 1 and place < len(factors) - 1:
-                place, left = place + 1, rule.sizes[factors[place + 1]]
+            if rest == 1 and place < len(factors) - 1:
+                place, rest = place + 1, rule.sizes[factors[place + 1]]
             size = sizes[name]
             if place < len(factors) - 1:  # parts of the minor factors are in one of the major
-                if gcd(left, size) < size:
+                if gcd(rest, size) < size:
                     break
-                left //= size
+                rest //= size
             rows[factors[place]] = (*rows.get(factors[place], ()), name)
         of_factors = rows | of_factors
     return of_factors

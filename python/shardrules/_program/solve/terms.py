@@ -125,8 +125,8 @@ class Terms:
     @property
     def least(self) -> float:
         """Seconds of the step if all devices shared all work, and sent nothing."""
-        whole: dict[int, Axes] = dict.fromkeys(self.space.values, ())
-        rows = (self.seconds(place, whole) for place, t in enumerate(self.terms) if t.operations)
+        uncut: dict[int, Axes] = dict.fromkeys(self.space.values, ())
+        rows = (self.seconds(place, uncut) for place, t in enumerate(self.terms) if t.operations)
         return sum(row.compute + row.memory for row in rows) / prod(self.space.sizes.values())
 
     def total(self, assignment: Mapping[int, Axes], places: Iterable[int] | None = None) -> Seconds:
@@ -158,11 +158,11 @@ def _groups(probe: Spread, equations: Equations) -> Iterable[_Group]:
             reader = probe.adder(number)
             if reader is not None:
                 adding.add(id(reader))
-                other = groups.setdefault(id(reader), group)
-                if other is not group:  # of another term of the sum
-                    other += group
-                    groups |= {key: other for key, value in groups.items() if value is group}
-                    group = other
+                merged = groups.setdefault(id(reader), group)
+                if merged is not group:  # of another term of the sum
+                    merged += group
+                    groups |= {key: merged for key, value in groups.items() if value is group}
+                    group = merged
     return {id(group): group for group in groups.values()}.values()
 
 
@@ -246,27 +246,27 @@ def _alive(equations: Equations, body: Body, around: Iterable[int] = ()) -> Iter
     is twice as large.
     """
     bits = {n: equations.values[n].bits for op in body.operations for n in op.outputs}
-    held: dict[int | None, set[int]] = {}
-    made: dict[int, int] = {}
+    roots_of: dict[int | None, set[int]] = {}
+    made_at: dict[int, int] = {}
     last: dict[int, int] = {}
     for time, operation in enumerate(body.operations):
-        read = {root for number in operation.inputs for root in held.get(number, ())}
+        read = {root for number in operation.inputs for root in roots_of.get(number, ())}
         is_own = bool(operation.bodies) or is_apart(operation)
         for number in operation.outputs:
             is_less = len(read) > 1 and 2 * bits[number] <= sum(bits[root] for root in read)
             if is_own or is_less:
-                made[number], held[number] = time, {number}
+                made_at[number], roots_of[number] = time, {number}
             else:
-                held[number] = read
+                roots_of[number] = read
             if is_own or is_less or number in body.outputs:
-                last |= dict.fromkeys({*read, *held[number]}, time)
+                last |= dict.fromkeys({*read, *roots_of[number]}, time)
     total = [0] * (len(body.operations) + 1)
-    for root, begin in made.items():
+    for root, begin in made_at.items():
         for time in range(begin, last[root] + 1):
             total[time] += bits[root]
     most = max(range(len(total)), key=total.__getitem__)
     for time in {most, *(i for i, op in enumerate(body.operations) if op.bodies)}:
-        alive = {*around, *(root for root in made if made[root] <= time <= last[root])}
+        alive = {*around, *(root for root in made_at if made_at[root] <= time <= last[root])}
         yield alive
         for inner in body.operations[time].bodies if time < len(body.operations) else ():
             yield from _alive(equations, inner, alive)

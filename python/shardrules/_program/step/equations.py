@@ -156,19 +156,19 @@ class Equations:
     def _body(self, closed: Any, inputs: Sequence[int | None], around: Site) -> Body:
         """Read a jaxpr, or one with its constants, whose inputs are these arrays."""
         jaxpr = open_jaxpr(closed)
-        of: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+        number_of: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
         constants = {var: self._new(var) for var in jaxpr.constvars}
         self.constants += constants.values()
-        of |= constants
+        number_of |= constants
         operations: list[TracedOperation] = []
 
         def number(atom: Any) -> int | None:
-            return None if hasattr(atom, "val") else of[atom]
+            return None if hasattr(atom, "val") else number_of[atom]
 
         for place, eqn in enumerate(jaxpr.eqns):
             read, site = [number(atom) for atom in eqn.invars], (*around, place)
-            outer, own = self._scope, str(eqn.source_info.name_stack)
-            self._scope = "/".join(filter(None, (outer, own)))
+            outer, name = self._scope, str(eqn.source_info.name_stack)
+            self._scope = "/".join(filter(None, (outer, name)))
             inner = inner_jaxpr(eqn)
             if inner is not None:
                 arguments = self._numbered(eqn, read)
@@ -186,7 +186,7 @@ class Equations:
                 operations.append(operation)
                 results = list(operation.outputs)
             self._scope = outer
-            of |= zip(eqn.outvars, results, strict=True)
+            number_of |= zip(eqn.outvars, results, strict=True)
         outputs = list(map(number, jaxpr.outvars))
         return Body([i for i in inputs if i is not None], outputs, operations)
 

@@ -181,30 +181,30 @@ def _reshape(op: _Operation) -> Rule:
     operand: list[Factors] = [() for _ in before]
     result: list[Factors] = [() for _ in after]
     i = j = 0
-    left = right = 1
+    rest = other_rest = 1
     while True:
-        while left == 1 and i < len(before):
-            left, i = before[i], i + 1
-        while right == 1 and j < len(after):
-            right, j = after[j], j + 1
-        if left == right == 1:
+        while rest == 1 and i < len(before):
+            rest, i = before[i], i + 1
+        while other_rest == 1 and j < len(after):
+            other_rest, j = after[j], j + 1
+        if rest == other_rest == 1:
             break
-        common = gcd(left, right)
+        common = gcd(rest, other_rest)
         # Sizes that share no factor: what is left of both has one of its own.
-        first, second = op.apart(left, right) if common == 1 else op.apart(common, common)
+        first, second = op.apart(rest, other_rest) if common == 1 else op.apart(common, common)
         operand[i - 1] += first
         result[j - 1] += second
-        left, right = left // common, right // common
+        rest, other_rest = rest // common, other_rest // common
         if common == 1:
             i, j = _aligned(before, after, i, j)
-            left = right = 1
+            rest = other_rest = 1
     return op.rule([operand], [result])
 
 
 def _aligned(before: Shape, after: Shape, i: int, j: int) -> tuple[int, int]:
     """Return the next places before which both shapes have as many elements."""
-    while (left := prod(before[:i])) != (right := prod(after[:j])):
-        i, j = (i + 1, j) if left < right else (i, j + 1)
+    while (count := prod(before[:i])) != (goal := prod(after[:j])):
+        i, j = (i + 1, j) if count < goal else (i, j + 1)
     return i, j
 
 
@@ -225,22 +225,22 @@ def _reduce(op: _Operation) -> Rule:
 
 def _dot(op: _Operation) -> Rule:
     (left_summed, right_summed), (left_batch, right_batch) = op.params["dimension_numbers"]
-    left, right = _multiplied(op, (*left_batch, *left_summed), (*right_batch, *right_summed))
-    op.summed.update(f for dim in left_summed for f in left[dim])
-    result = [left[dim] for dim in left_batch]
-    result += [f for i, f in enumerate(left) if i not in (*left_batch, *left_summed)]
-    result += [f for j, f in enumerate(right) if j not in (*right_batch, *right_summed)]
+    lhs, rhs = _multiplied(op, (*left_batch, *left_summed), (*right_batch, *right_summed))
+    op.summed.update(f for dim in left_summed for f in lhs[dim])
+    result = [lhs[dim] for dim in left_batch]
+    result += [f for i, f in enumerate(lhs) if i not in (*left_batch, *left_summed)]
+    result += [f for j, f in enumerate(rhs) if j not in (*right_batch, *right_summed)]
     op.flops = 2 * prod(op.results[0]) * prod(op.shapes[0][dim] for dim in left_summed)
-    return op.rule([left, right], [result])
+    return op.rule([lhs, rhs], [result])
 
 
 def _multiplied(
     op: _Operation, left_dims: Iterable[int], right_dims: Iterable[int]
 ) -> tuple[list[Factors], list[Factors]]:
     """Return the factors of two arrays which have these dimensions in common."""
-    left, shape = op.dimensions(op.shapes[0]), op.shapes[1]
-    shared = {j: left[i] for i, j in zip(left_dims, right_dims, strict=True)}
-    return left, [shared[j] if j in shared else op.dimension(n) for j, n in enumerate(shape)]
+    lhs, shape = op.dimensions(op.shapes[0]), op.shapes[1]
+    shared = {j: lhs[i] for i, j in zip(left_dims, right_dims, strict=True)}
+    return lhs, [shared[j] if j in shared else op.dimension(n) for j, n in enumerate(shape)]
 
 
 def _ragged_dot(op: _Operation) -> Rule:
@@ -256,18 +256,18 @@ def _ragged_dot(op: _Operation) -> Rule:
         group = tuple(numbers.rhs_group_dimensions)
     (left_summed, right_summed), (left_batch, right_batch) = dots
     left_both, right_both = (*left_summed, *left_batch), (*right_summed, *right_batch)
-    left, right = _multiplied(op, left_both, right_both)
+    lhs, rhs = _multiplied(op, left_both, right_both)
     count = op.shapes[2][-1]
-    experts = right[group[0]] if group else op.dimension(count)
-    op.summed.update(f for i in left_summed for f in left[i])
+    experts = rhs[group[0]] if group else op.dimension(count)
+    op.summed.update(f for i in left_summed for f in lhs[i])
     op.summed.update(experts if group else ())
     has_experts = not group and ragged[0] in left_summed
-    rest = [f for i, f in enumerate(left) if i not in left_both]
-    rest += [f for j, f in enumerate(right) if j not in (*right_both, *group)]
-    result = [*[experts][:has_experts], *[left[i] for i in left_batch], *rest]
+    rest = [f for i, f in enumerate(lhs) if i not in left_both]
+    rest += [f for j, f in enumerate(rhs) if j not in (*right_both, *group)]
+    result = [*[experts][:has_experts], *[lhs[i] for i in left_batch], *rest]
     flops = 2 * prod(op.results[0]) * prod(op.shapes[0][i] for i in left_summed)
     op.flops = flops // (count if has_experts else 1)
-    return op.rule([left, right, [*[()] * (len(op.shapes[2]) - 1), experts]], [result])
+    return op.rule([lhs, rhs, [*[()] * (len(op.shapes[2]) - 1), experts]], [result])
 
 
 def _convolution(op: _Operation) -> Rule:
