@@ -288,8 +288,9 @@ def _record_line(self: Any) -> str:
 def _joined_parts(self: Any) -> str:
     """Return the parts of an answer as lines."""
     parts: list[Any] = self._parts()
-    texts = (part if isinstance(part, str) else printable_lines(part.lines()) for part in parts)
-    return "\n".join(texts)
+    return "\n".join(
+        printable_lines(part.lines()) if hasattr(part, "html") else str(part) for part in parts
+    )
 
 
 def _html(self: Any) -> str:
@@ -297,7 +298,8 @@ def _html(self: Any) -> str:
     parts: list[Any] = self._parts() if hasattr(self, "_parts") else [str(self)]
     pages: list[str] = []
     for number, part in enumerate(parts):
-        page = _text_html(part) if isinstance(part, str) else part.html("", most=_MOST_LINES)
+        is_table = hasattr(part, "html")
+        page = part.html("", most=_MOST_LINES) if is_table else _text_html(str(part))
         if sum(map(len, pages)) + len(page) > MOST_HTML - 100:
             (rest,) = and_more(len(parts), number, "part")
             return "".join([*pages, f"<pre>{rest}; print shows them</pre>"])

@@ -193,10 +193,10 @@ class Answer(tuple[_Row, ...]):
     def _row_json(self, row: Any) -> Any:
         return row._asdict()
 
-    def _body(self) -> list[Table | str]:
-        """Return the rows as a table, or as texts."""
-        return list(map(str, self))
+    def _body(self) -> list[Any]:
+        """Return the rows as a table, or themselves, which have a text."""
+        return [*self]
 
-    def _parts(self) -> list[Table | str]:
+    def _parts(self) -> list[Any]:
         heading = [printable_lines(self.heading.split("\n"))] if self.heading else []
         return [*heading, *self._body(), *self.notes]
