@@ -412,7 +412,7 @@ OF_RULES = {
     "a nickname": (lambda: sr.Topology("trillium:4x4"), "'trillium'", "did you mean 'v6e'?"),
 }  # fmt: skip
 OF_RENAMES = {
-    "a glob of names": (lambda: sr.Rename("layers.*.w", "layers/*/w"), "'layers.*.w' is a regex", "'model.layers.{layer}.weight'"),
+    "a glob of names": (lambda: saved(renames=[sr.Rename("w*", "layers/*")]), "w*: this Rename finds no array", "with {layer} for what differs"),
     "an empty field": (lambda: sr.Rename("layers.0.w", "layers/{}/w"), "{} is no field", "{layer}"),
     "sides that are swapped": (lambda: saved(renames=[sr.Rename("q", "wq")]), "q: this Rename finds no array", "near it: wq"),
     "words in other numbers": (lambda: sr.Rename("{p:a|b}", "{p:x|y|z}"), "{p} is not alike", "as many words"),

@@ -158,8 +158,8 @@ def targets_of(
         if record.rename.optional or id(record) in used or _finds(record, arrays):
             continue
         problems.add(
-            "this Rename finds no array; correct its name, or give optional=True if some models "
-            "have such arrays and others have not",
+            "this Rename finds no array; correct its name, with {layer} for what differs in it, "
+            "or give optional=True if some models have such arrays and others have not",
             record.text,
             [*arrays],
         )
