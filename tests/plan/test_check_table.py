@@ -172,6 +172,16 @@ CORRECTION = [
         sr.Rules([("w", (None, ("kv", "rep")))], correction=sr.Correction(indivisible="prefix")), {
         "level": "info", "paths": ("wk",), "fix": "leave it so",
         "says": "dim 1 of size 2 has 2 parts for kv=2 * rep=2 devices, which share them"}, {"kv": 2, "rep": 2}, options={"large": 1}),
+    Row("what could be cut further is no sharing", {"w": array(64, 12)},
+        sr.Rules([("w", (None, ("kv", "rep")))], correction=sr.Correction(indivisible="prefix")),
+        {"level": "warning", "says": "is not divisible"}, {"kv": 4, "rep": 2}, options={"large": 1}),
+    *(Row(f"{size} are no few heads", {"w": array(64, size)}, [("w", (None, "tp"))], {"fix": ADVICE}, {"tp": 8}) for size in (3, 50_258)),
+    *(Row(f"a dimension of one is not to be padded: {shape}", {"w": array(*shape)}, [("w", spec)], {"fix": fix}, {"tp": 8, "fsdp": 2})
+      for shape, spec, fix in (
+          ((64, 1), (None, "tp"), "leave it whole, or cut dim 0 of size 64 instead"),
+          ((1, 60, 64), ("tp",), "leave it whole, or cut dim 2 of size 64 instead"),
+          ((1, 64), ("tp", "fsdp"), "leave the dimension whole"),
+          ((1, 60), ("tp",), "leave the dimension whole"))),
     Row("no policy is advised", {"w": array(50280, 16)}, [("w", (("rows",),))], {"fix": ADVICE}, VOCABULARY),
     Row("no policy for two axes", {"w": array(50281, 16)}, [("w", (("rows", "tp"),))], {"fix": ADVICE}, VOCABULARY),
     Row("declared in the rules", {"w": WHOLE}, sr.Rules([("w", ("fsdp", ("tp", "sp")))], optional_axes=["sp"]), {"level": "info", "bytes": 0}),
