@@ -112,11 +112,14 @@ def rehearse(
             f"mesh: {mesh_shown(sizes)} are {asked.size:,} devices, and a rehearsal has at most "
             f"{_MOST_DEVICES}: give a small mesh with the same axes"
         )
-    whole = _Lowered("whole", step_on, dict.fromkeys(sizes, 1), types)
+    single = _Lowered("whole", step_on, dict.fromkeys(sizes, 1), types)
     sharded = _Lowered("sharded", step_on, sizes, types)
-    pairs = {"arguments": (whole.avals, sharded.avals), "results": (whole.results, sharded.results)}
-    for what, (of_whole, of_sharded) in pairs.items():
-        if of_whole != of_sharded:
+    pairs = {
+        "arguments": (single.avals, sharded.avals),
+        "results": (single.results, sharded.results),
+    }
+    for what, (of_single, of_sharded) in pairs.items():
+        if of_single != of_sharded:
             raise ValueError(
                 f"step_on builds another step for {mesh_shown(sizes)} than for one device, whose "
                 f"{what} are others, or of other shapes or dtypes; let it use the mesh for "
@@ -124,7 +127,7 @@ def rehearse(
             )
     values = _values(sharded, args)
     arguments = [values, *(_moved(values, sharded.rounding, seed) for seed in (1, 2)), values]
-    arrays, copies = _run(whole, sharded, arguments)
+    arrays, copies = _run(single, sharded, arguments)
     findings = []
     for place, path in enumerate(sharded.output_paths()):
         findings.append(_compared(path, [results[place] for results in arrays], arguments, rtol))
@@ -192,17 +195,17 @@ def _stored(info: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _values(lowered: _Lowered, args: tuple[Any, ...] | None) -> list[Any]:
-    """Return the arguments that a step uses, as they are given or random."""
-    given = tree_util.tree_leaves(
+    """Return the arguments that a step uses, as they are leaves or random."""
+    leaves = tree_util.tree_leaves(
         [
             arg.abstract() if isinstance(arg, Plan) else arg
             for arg in (lowered.args if args is None else args)
         ]
     )
-    if len(given) != lowered.count:  # such as of modules, which their library splits
+    if len(leaves) != lowered.count:  # such as of modules, which their library splits
         if args is not None:
-            raise ValueError(f"args has {counted(len(given), 'array')}, not {lowered.count:,}")
-        given = [None] * lowered.count
+            raise ValueError(f"args has {counted(len(leaves), 'array')}, not {lowered.count:,}")
+        leaves = [None] * lowered.count
     generator = np.random.default_rng(0)
     floats = (shape for name, shape in lowered.avals if "float" in name and len(shape) > 1)
     rows = min((size for shape in floats for size in shape if size > 1), default=2)
@@ -221,7 +224,8 @@ def _values(lowered: _Lowered, args: tuple[Any, ...] | None) -> list[Any]:
         return array.astype(dtype)
 
     return [
-        value_of(given[leaf], *aval) for leaf, aval in zip(lowered.kept, lowered.avals, strict=True)
+        value_of(leaves[leaf], *aval)
+        for leaf, aval in zip(lowered.kept, lowered.avals, strict=True)
     ]
 
 
@@ -233,8 +237,8 @@ def _random(dtype: Any, shape: tuple[int, ...], rows: int, generator: np.random.
         return generator.random(shape) < 0.5
     if dtype == np.uint32:  # of keys
         return generator.integers(0, 2**32, shape, dtype)
-    whole = generator.integers(0, rows, shape) if shape else np.int64(1)  # tokens; counts of steps
-    return whole.astype(dtype)
+    number = generator.integers(0, rows, shape) if shape else np.int64(1)  # tokens; counts of steps
+    return number.astype(dtype)
 
 
 def _moved(values: Sequence[Any], rounding: float, seed: int) -> list[Any]:
@@ -249,7 +253,7 @@ def _moved(values: Sequence[Any], rounding: float, seed: int) -> list[Any]:
 
 
 def _run(
-    whole: _Lowered, sharded: _Lowered, arguments: Sequence[Sequence[Any]]
+    single: _Lowered, sharded: _Lowered, arguments: Sequence[Sequence[Any]]
 ) -> tuple[list[list[Any]], list[Any]]:
     """Run the programs in a child: the whole one on all arguments but the last, on which the other.
 
@@ -261,12 +265,12 @@ def _run(
         for run, arrays in zip(_RUNS, arguments, strict=False):
             write(child.folder / run, arrays)
         programs = []
-        for lowered, runs in ((whole, _RUNS), (sharded, _RUNS[:1])):
+        for lowered, runs in ((single, _RUNS), (sharded, _RUNS[:1])):
             name = lowered.request["name"]
             (child.folder / f"{name}.bc").write_bytes(lowered.asked.module)
             (child.folder / f"{name}.pb").write_bytes(lowered.asked.options)
             programs.append({**lowered.request, "runs": runs})
-        child.ask(rehearse_child, programs=programs, avals=whole.avals, results=whole.results)
+        child.ask(rehearse_child, programs=programs, avals=single.avals, results=single.results)
         try:
             code = child.exit_code()
         except subprocess.TimeoutExpired:
@@ -280,7 +284,7 @@ def _run(
                 printable_lines(["the step cannot be run here:", *f"{words}{fix}".splitlines()])
             )
         files = [*(f"whole of {run}" for run in _RUNS), f"sharded of {_RUNS[0]}"]
-        results = [list(read(child.folder / file, whole.results)) for file in files]
+        results = [list(read(child.folder / file, single.results)) for file in files]
         return results, json.loads(child.text("copies.json"))
 
 
@@ -288,52 +292,52 @@ def _compared(
     path: str, results: Sequence[Any], arguments: Sequence[Sequence[Any]], rtol: float | None
 ) -> Finding | None:
     """Compare a result of the sharded program, the last, with those of the whole one."""
-    whole, sharded = results[0], results[-1]
-    if not jnp.issubdtype(whole.dtype, jnp.inexact):
-        if not (unlike := whole != sharded).any():
+    expected, actual = results[0], results[-1]
+    if not jnp.issubdtype(expected.dtype, jnp.inexact):
+        if not (unlike := expected != actual).any():
             return None
         text = (
-            f"{_at_first(path, unlike, whole, sharded)}; {unlike.mean():.0%} of the values differ"
+            f"{_at_first(path, unlike, expected, actual)}; {unlike.mean():.0%} of the values differ"
         )
         fix = "rounding may decide such a choice; if it does not, look where it is made"
         return Finding("info", "unequal", text, fix, (path,), 1)
-    if np.isnan(whole).any():
+    if np.isnan(expected).any():
         text = f"{path} has NaNs in the whole program, too: it is not compared"
         fix = "give args=, with values that the step is made for"
         return Finding("warning", "nan", text, fix, (path,), 1)
-    if (is_nan := np.isnan(sharded)).any():
+    if (is_nan := np.isnan(actual)).any():
         fix = "look for what a device divides by, such as a count of its own rows"
-        text = _at_first(path, is_nan, whole, sharded)
+        text = _at_first(path, is_nan, expected, actual)
         return Finding("error", "nan", text, fix, (path,), 1)
     wide = [x.astype("complex128" if np.iscomplexobj(x) else "float64") for x in results]
     before = _state_before(wide[0], arguments[0])
     if before is not None:
         wide = [
-            _change(x, given[before].astype(x.dtype))
-            for x, given in zip(wide, arguments, strict=True)
+            _change(x, taken[before].astype(x.dtype))
+            for x, taken in zip(wide, arguments, strict=True)
         ]
     size = _largest_finite(wide[0])
     changes = [np.abs(_change(x, wide[0])) for x in wide[1:]]
     *by_rounding, by_shards = (float(change.max(initial=0.0)) for change in changes)
     # No measure is finer than the result's own last digit.
-    least = _rounding_of(whole.dtype) * _largest_finite(whole)
+    least = _rounding_of(expected.dtype) * _largest_finite(expected)
     allowed = max(_ROUNDINGS * max(by_rounding), least * (_ROUNDINGS if before is None else 1))
     if by_shards <= (allowed := allowed if rtol is None else rtol * size):
         return None
-    of = "" if before is None else " of its change"
+    suffix = "" if before is None else " of its change"
     part, least_part = (x / size if size else np.inf for x in (by_shards, allowed))
     text = (
-        f"{_at_first(path, changes[-1] == by_shards, whole, sharded)}: a difference of {part:.1g}"
-        f"{of}, where rounding may do {least_part:.1g}"
+        f"{_at_first(path, changes[-1] == by_shards, expected, actual)}: a difference of {part:.1g}"
+        f"{suffix}, where rounding may do {least_part:.1g}"
     )
     fix = "look for a sum or a mean over a mesh axis that is missing, or taken twice"
     return Finding("error", "unequal", text, fix, (path,), 1)
 
 
-def _at_first(path: str, is_one: Any, whole: Any, sharded: Any) -> str:
+def _at_first(path: str, is_there: Any, expected: Any, actual: Any) -> str:
     """Say what values are at the first place where an array is True."""
-    place = tuple(map(int, np.argwhere(is_one)[0]))
-    return f"{path}{[*place]} is {sharded[place]} sharded, and {whole[place]} whole"
+    place = tuple(map(int, np.argwhere(is_there)[0]))
+    return f"{path}{[*place]} is {actual[place]} sharded, and {expected[place]} whole"
 
 
 def _rounding_of(dtype: Any) -> float:
@@ -342,24 +346,24 @@ def _rounding_of(dtype: Any) -> float:
     return float(info(dtype).eps)
 
 
-def _state_before(whole: Any, arguments: Sequence[Any]) -> int | None:
+def _state_before(result: Any, arguments: Sequence[Any]) -> int | None:
     """Return the argument that a result is the next state of; None if it is of none."""
     changes = {
-        number: float(np.abs(_change(whole, value.astype(whole.dtype))).max(initial=0.0))
+        number: float(np.abs(_change(result, value.astype(result.dtype))).max(initial=0.0))
         for number, value in enumerate(arguments)
-        if value.shape == whole.shape
+        if value.shape == result.shape
         and jnp.issubdtype(value.dtype, jnp.inexact)
-        and np.iscomplexobj(value) == np.iscomplexobj(whole)
+        and np.iscomplexobj(value) == np.iscomplexobj(result)
     }
     number = min(changes, key=changes.__getitem__, default=None)
-    is_state = number is not None and changes[number] < _largest_finite(whole) / _STATE
+    is_state = number is not None and changes[number] < _largest_finite(result) / _STATE
     return number if is_state else None
 
 
-def _change(one: Any, other: Any) -> Any:
+def _change(new: Any, old: Any) -> Any:
     """Subtract; infinities that are the same, such as those of a mask, have not changed."""
     with np.errstate(invalid="ignore"):
-        return np.where(one == other, 0, one - other)
+        return np.where(new == old, 0, new - old)
 
 
 def _largest_finite(values: Any) -> float:

@@ -73,12 +73,12 @@ def _unlike(array: jax.Array, mesh: Mesh) -> tuple[list[int], list[str]] | None:
     shards: Any = array.addressable_shards
     for shard in shards:
         first = firsts.setdefault(str(shard.index), shard)
-        bits = [_bits(np.asarray(one.data)) for one in (first, shard)]
+        bits = [_bits(np.asarray(copy.data)) for copy in (first, shard)]
         if (is_unlike := bits[0] != bits[1]).any():
             place = np.unravel_index(int(np.argmax(is_unlike)), shard.data.shape)
             starts = [part.start or 0 for part in shard.index]
-            one, two = (np.argwhere(mesh.devices == x.device)[0] for x in (first, shard))
-            axes = [axis for axis, a, b in zip(mesh.axis_names, one, two, strict=True) if a != b]
+            places = (np.argwhere(mesh.devices == copy.device)[0] for copy in (first, shard))
+            axes = [axis for axis, a, b in zip(mesh.axis_names, *places, strict=True) if a != b]
             return [int(a + b) for a, b in zip(place, starts, strict=True)], axes
     return None
 

@@ -199,8 +199,8 @@ class Topology:
     def _other_meshes(self, axes: Sequence[str]) -> list[dict[str, int]]:
         """List the sizes of these axes that have all devices, and are not among `meshes`."""
         shapes = mesh_shapes(self.device_count, len(axes))
-        every = [dict(zip(axes, shape, strict=True)) for shape in shapes]
-        return [sizes for sizes in every if not self._is_whole(sizes)]
+        all_sizes = [dict(zip(axes, shape, strict=True)) for shape in shapes]
+        return [sizes for sizes in all_sizes if not self._is_whole(sizes)]
 
     def _is_whole(self, sizes: Mapping[str, int]) -> bool:
         try:
@@ -229,8 +229,8 @@ class Topology:
         from jax.sharding import Mesh
 
         check_type("mesh", mesh, Mesh, "a jax.sharding.Mesh, as Topology.mesh makes it")
-        known = set(self.devices)
-        if not known.issuperset(mesh.devices.flat):
+        devices = set(self.devices)
+        if not devices.issuperset(mesh.devices.flat):
             raise ValueError(
                 f"the mesh has other devices than {topology_shown(self)}: make it by Topology.mesh"
             )
@@ -297,12 +297,12 @@ def hardware_on(topology: Topology | None, hardware: Hardware | str | None) -> A
     """
     if topology is None or hardware is None:
         return hardware if topology is None else topology.hardware
-    own, given = topology.hardware.name, as_hardware("hardware", hardware)
-    if given.name != own:
+    name, asked = topology.hardware.name, as_hardware("hardware", hardware)
+    if asked.name != name:
         raise ValueError(
-            f"hardware is {given.name!r}, and {topology_shown(topology)} has {own}: leave it out"
+            f"hardware is {asked.name!r}, and {topology_shown(topology)} has {name}: leave it out"
         )
-    return given
+    return asked
 
 
 def topology_of(mesh: Any) -> Topology | None:

@@ -162,8 +162,8 @@ def _differs(unlike: Unlike) -> _Fault:
 
 
 def _devices_shown(ids: tuple[int, ...]) -> str:
-    more = ", ..." if len(ids) > _MOST_DEVICES else ""
-    return f"device{'s'[: len(ids) - 1]} {', '.join(map(str, ids[:_MOST_DEVICES]))}{more}"
+    ending = ", ..." if len(ids) > _MOST_DEVICES else ""
+    return f"device{'s'[: len(ids) - 1]} {', '.join(map(str, ids[:_MOST_DEVICES]))}{ending}"
 
 
 class _Audit:
@@ -212,8 +212,8 @@ class _Audit:
             for index, (_, kind) in enumerate(self._cases):
                 for fault in self._faults_of(index):
                     leaves_of[fault, is_sharded[kind]].append(index)
-            for index, unlike in self._unlike_copies():
-                leaves_of[_differs(unlike), is_sharded[self._cases[index][1]]].append(index)
+            for index, copies in self._unlike_copies():
+                leaves_of[_differs(copies), is_sharded[self._cases[index][1]]].append(index)
         for (fault, is_of_sharded), indices in leaves_of.items():
             yield self._finding(fault, indices, is_sharded=is_of_sharded)
 
@@ -244,8 +244,8 @@ class _Audit:
         # By the plan's rows: all processes run the same programs in the same order.
         order = sorted(range(len(self._live.rows)), key=self._live.rows.__getitem__)
         indices = list(filter(self._is_compared, order))
-        found = unlike_copies(self._live.leaves[index] for index in indices)
-        return ((i, unlike) for i, unlike in zip(indices, found, strict=True) if unlike)
+        unlike = unlike_copies(self._live.leaves[index] for index in indices)
+        return ((i, copies) for i, copies in zip(indices, unlike, strict=True) if copies)
 
     def _finding(self, fault: _Fault, indices: list[int], *, is_sharded: bool) -> Finding:
         cases, kinds = Counter(self._cases[index] for index in indices), self._plan.kinds

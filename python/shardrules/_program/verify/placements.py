@@ -192,10 +192,10 @@ def without_sharding(
     """
     side = executable.inputs
     pairs = zip(side.subtrees, unplaced, strict=False)
-    alike = [(leaves, flags) for (_, leaves), flags in pairs if len(leaves) == len(flags)]
+    of_same_length = [(leaves, flags) for (_, leaves), flags in pairs if len(leaves) == len(flags)]
     lost = [
         leaf
-        for leaves, flags in alike
+        for leaves, flags in of_same_length
         for leaf, is_lost in zip(leaves, flags, strict=True)
         if is_lost and side.shapes[leaf] and targets[leaf] is None and _is_whole(side, leaf)
     ]
@@ -383,7 +383,7 @@ def not_donated(executable: Executable, carried: Sequence[State], large: int) ->
             for state in carried
             if state.evidence == evidence and not all(at(executable.donated, state.inputs))
         ]
-        is_certain = evidence != "alike" and any(_is_changed(executable, one) for one in states)
+        is_certain = evidence != "alike" and any(_is_changed(executable, state) for state in states)
         least = 1 if is_certain else large
         leaves = [leaf for state in states for leaf in _kept_twice(executable, state, least)]
         size = sum(map(side.bytes_of, leaves))

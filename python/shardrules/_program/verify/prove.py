@@ -256,13 +256,13 @@ class AskedProof:
         seconds = perf_counter() - self._begin
         if isinstance(answer, Refusal):
             raise answer.error()
-        whole: Finished | None = None
+        finished_step: Finished | None = None
         if answer is None or self._needs_code:
             ended = finished(lowered, mesh, is_kept=answer is not None)
             if isinstance(ended, Refusal):
                 raise ended.error()
-            whole, seconds = ended, ended.seconds
-        content = whole and whole.compiled
+            finished_step, seconds = ended, ended.seconds
+        content = finished_step and finished_step.compiled
         if answer is not None:
             content = answer.program
         inputs, outputs = self._planned
@@ -276,10 +276,10 @@ class AskedProof:
             unplaced=unplaced, log="" if answer is None else answer.warnings,
         )  # fmt: skip
         estimate: ProgramTime | Roofline | None = None
-        if topology is not None and whole is None:
+        if topology is not None and finished_step is None:
             estimate = roofline_on(topology, program)
-        elif topology is not None and mesh is not None and whole is not None:
-            estimate = time_on(topology, mesh, whole.text)
+        elif topology is not None and mesh is not None and finished_step is not None:
+            estimate = time_on(topology, mesh, finished_step.text)
         return Proof(
             target=_target_shown(mesh or program.mesh, topology),
             findings=findings,
@@ -288,8 +288,8 @@ class AskedProof:
             seconds=seconds,
             time=estimate,
             notes=tuple(self._lowering.notes),
-            compiled=whole and whole.compiled,
-            is_cached=whole is not None and whole.compiled is None,
+            compiled=finished_step and finished_step.compiled,
+            is_cached=finished_step is not None and finished_step.compiled is None,
         )
 
 

@@ -195,20 +195,20 @@ def swept(
     room = None if hbm is None else memory_bytes("hbm", hbm)
     meshes = _meshes(on, axes)
     cases = [
-        (mesh, dict(zip(values, chosen, strict=True)))
+        (mesh, dict(zip(values, choice, strict=True)))
         for mesh in meshes
-        for chosen in product(*values.values())
+        for choice in product(*values.values())
     ]
 
     def start(case: tuple[AnyMesh, dict[str, Any]]) -> _AskedRow:
-        mesh, chosen = case
-        return _AskedRow(mesh, chosen, _asked(step_on, mesh, chosen, room))
+        mesh, choice = case
+        return _AskedRow(mesh, choice, _asked(step_on, mesh, choice, room))
 
     rows: list[StepSweepRow] = []
     results = results_in_order(cases, start, _row, _AskedRow.close)
-    with suppress(KeyboardInterrupt), closing(results) as found:
+    with suppress(KeyboardInterrupt), closing(results) as finished:
         show(f"0 of {len(cases)} programs")
-        for row in found:
+        for row in finished:
             rows.append(row)
             show(f"{len(rows)} of {len(cases)} programs")
     if not rows:
@@ -231,8 +231,8 @@ def _checked_choices(
     step_on: Callable[..., Any], choices: Mapping[str, Iterable[Any]]
 ) -> dict[str, tuple[Any, ...]]:
     """Return the values of each choice, all of which `step_on` takes."""
-    values = {name: as_tuple(name, given, "values") for name, given in choices.items()}
-    if empty := [name for name, given in values.items() if not given]:
+    values = {name: as_tuple(name, items, "values") for name, items in choices.items()}
+    if empty := [name for name, items in values.items() if not items]:
         raise ValueError(f"{empty[0]}: there are no values to try")
     for value in values.get("batch", ()):
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
@@ -241,9 +241,9 @@ def _checked_choices(
     try:
         signature.bind(None, **values)
     except TypeError as error:
-        known = ", ".join([*signature.parameters][1:]) or "nothing"
+        keywords = ", ".join([*signature.parameters][1:]) or "nothing"
         name = getattr(step_on, "__name__", "step_on")
-        raise TypeError(f"{name}: {error}; beside the mesh it takes {known}") from None
+        raise TypeError(f"{name}: {error}; beside the mesh it takes {keywords}") from None
     return values
 
 
@@ -267,7 +267,7 @@ class _AskedRow(NamedTuple):
     """A row whose compiler is at work."""
 
     mesh: AnyMesh
-    chosen: dict[str, Any]
+    choice: dict[str, Any]
     proof: AskedProof | str
     """Or why there is none."""
 
@@ -278,14 +278,14 @@ class _AskedRow(NamedTuple):
 
 
 def _asked(
-    step_on: Callable[..., Any], mesh: AnyMesh, chosen: dict[str, Any], room: int | None
+    step_on: Callable[..., Any], mesh: AnyMesh, choice: dict[str, Any], room: int | None
 ) -> AskedProof | str:
     """Start the compiler of a row; or return why that cannot be done."""
     try:
-        made = step_on(mesh, **chosen)
+        parts = step_on(mesh, **choice)
     except Exception as error:  # of the user's function, such as for heads that tp cannot cut
         return _said(error)
-    step, args, *outputs = step_parts(made, "step_on")
+    step, args, *outputs = step_parts(parts, "step_on")
     try:
         return AskedProof(step, args, on=mesh, outputs=outputs[0] if outputs else None, hbm=room)
     except Exception as error:
@@ -294,24 +294,24 @@ def _asked(
 
 def _row(row: _AskedRow) -> StepSweepRow:
     """Wait for the compiler of a row."""
-    mesh, chosen, asked = row
+    mesh, choice, asked = row
     sizes = dict(mesh.shape)
     if isinstance(asked, str):
-        return StepSweepRow(sizes, chosen, None, None, {}, None, asked)
+        return StepSweepRow(sizes, choice, None, None, {}, None, asked)
     try:
         with asked:
             proof = asked.proof()
     except OutOfMemory as refusal:
         largest = _largest(refusal.buffers)
-        return StepSweepRow(sizes, chosen, refusal.required, False, {}, None, largest)
+        return StepSweepRow(sizes, choice, refusal.required, False, {}, None, largest)
     except Exception as error:
-        return StepSweepRow(sizes, chosen, None, None, {}, None, _said(error))
+        return StepSweepRow(sizes, choice, None, None, {}, None, _said(error))
     sent: defaultdict[str, int] = defaultdict(int)
     for (names, _), size in proof.program.sent.items():
         sent[",".join(names)] += size
     return StepSweepRow(
         sizes,
-        chosen,
+        choice,
         peak=proof.memory and proof.memory.peak,
         fits=proof.fits,
         sent=dict(sorted(sent.items(), key=lambda item: -item[1])),

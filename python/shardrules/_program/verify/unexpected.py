@@ -98,10 +98,10 @@ def unexpected(
     program: Program, large: int, reported: Container[Collective] = ()
 ) -> Iterator[Finding]:
     """Yield findings about what the program sends without need."""
-    total, told = sum(program.sent.values()), {REASONS[reason].text for reason in _GATHERED}
+    total, gathers = sum(program.sent.values()), {REASONS[reason].text for reason in _GATHERED}
     groups: defaultdict[tuple[str, tuple[str, ...]], list[Collective]] = defaultdict(list)
     for row in program.collectives:
-        if not row.is_expected and row.reason not in told and row not in reported:
+        if not row.is_expected and row.reason not in gathers and row not in reported:
             groups[row.reason, row.axes].append(row)
     for (reason, axes), rows in groups.items():
         size = sum(row.sent_at_least for row in rows)
@@ -207,16 +207,16 @@ def computed_alike(
     products = program.products
     total = sum(product.flops for product in products)
     for axis, count in program.axis_sizes.items():
-        alike = [
+        products_alike = [
             product
             for product in products
             if axis not in product.axes
             and not any(axis in shared_along.get(leaf, ()) for leaf in product.leaves)
         ]
-        flops = sum(product.flops for product in alike)
+        flops = sum(product.flops for product in products_alike)
         if count > 1 and flops > _ALIKE * total and axis not in reported:
             yield _alike_finding(
-                axis, sorted(alike, key=lambda product: -product.flops), flops / total
+                axis, sorted(products_alike, key=lambda product: -product.flops), flops / total
             )
 
 
@@ -276,7 +276,7 @@ def differing(executable: Executable) -> Iterator[Finding]:
     mesh, hlo = executable.mesh, executable.hlo
     if mesh is None or _MANUAL not in hlo.text:
         return
-    found: dict[tuple[frozenset[str], str, tuple[int, ...]], list[int]] = {}
+    groups: dict[tuple[frozenset[str], str, tuple[int, ...]], list[int]] = {}
     for leaf, (node, sharding) in enumerate(
         zip(executable.results, executable.outputs.shardings, strict=True)
     ):
@@ -284,8 +284,8 @@ def differing(executable: Executable) -> Iterator[Finding]:
             cut = axes_used(sharding.spec, mesh.shape)
             if axes := executable.variation.of([node]) - cut:
                 inputs, line = _causes(executable, node, axes)
-                found.setdefault((axes, line, inputs), []).append(leaf)
-    for (axes, line, inputs), leaves in found.items():
+                groups.setdefault((axes, line, inputs), []).append(leaf)
+    for (axes, line, inputs), leaves in groups.items():
         yield _differing_finding(executable, axes, line, inputs, leaves)
 
 
@@ -294,13 +294,13 @@ def _causes(executable: Executable, node: int, axes: frozenset[str]) -> tuple[tu
     values, variation, hlo = executable.values, executable.variation, executable.hlo
 
     def differing_sources(node: int) -> list[int]:
-        return [one for one in values.made_of[node] if axes & variation.of([one])]
+        return [source for source in values.made_of[node] if axes & variation.of([source])]
 
     made_of = list(values.reached([node], differing_sources))
-    sums = (one for one in made_of if values.opcodes[one] in _SUMS)
-    lines = (place for one in sums if (place := hlo.place(values.lines[one])))
+    sums = (source for source in made_of if values.opcodes[source] in _SUMS)
+    lines = (place for source in sums if (place := hlo.place(values.lines[source])))
     number_of = {node: number for number, node in enumerate(values.parameters)}
-    parameters = [number_of[one] for one in made_of if one in number_of]
+    parameters = [number_of[source] for source in made_of if source in number_of]
     leaves = sorted(executable.leaf_of[n] for n in parameters if n in executable.leaf_of)
     return tuple(leaves), str(next(lines, ""))
 
