@@ -343,9 +343,10 @@ def _rows_like(path: str, plan: Plan) -> list[int]:
         searches.append(rf"(?:\A|{between})(?:{inside})(?:\Z|{between})")
     for searched in searches:
         fits = re.compile(searched, re.DOTALL).search
-        rows = [row for row, other in enumerate(plan.paths) if fits(other)]
+        rows = [row for row, candidate in enumerate(plan.paths) if fits(candidate)]
         if not rows and "{" in path:
-            rows = [row for of in plan.folded if fits(of.pattern) for row in of.rows.tolist()]
+            matching = (siblings.rows for siblings in plan.folded if fits(siblings.pattern))
+            rows = [row for folded_rows in matching for row in folded_rows.tolist()]
         if rows:
             return rows
     return []
@@ -354,6 +355,6 @@ def _rows_like(path: str, plan: Plan) -> list[int]:
 def _no_such_path(plan: Plan, path: str) -> str:
     patterns = [folded.pattern for folded in plan.folded]
     components = set(_COMPONENT.findall(path))
-    sharing = [other for other in patterns if components & set(_COMPONENT.findall(other))]
+    sharing = [text for text in patterns if components & set(_COMPONENT.findall(text))]
     near = near_shown(path, patterns) or near_shown(path, sharing, least=0)
     return f"no leaf has the path {brief(path)}{near or '; plan.paths lists them'}"
