@@ -60,6 +60,8 @@ def load_object(text: str, *arguments: Any) -> Any:
         fix = f"it must work {how}"
         if not takes(value, arguments):
             fix = f"{fix}: write def {name}({', '.join(map(kind_of, arguments))})"
+            if not arguments and takes(value, (None,)):
+                fix += "; one of a mesh is for prove, rehearse, sweep and solve"
         raise _raised(text, f"the call of {call}", error, fix) from error
 
 
