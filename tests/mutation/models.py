@@ -132,14 +132,6 @@ MODELS: Final = {
         "transformer/blocks/*/ffn/up_proj/kernel": (7168, 28672), "transformer/blocks/*/ffn/down_proj/kernel": (28672, 7168),
         "transformer/blocks/*/norm_1/scale": (7168,), "transformer/blocks/*/norm_2/scale": (7168,),
     }),
-    "grok-1": Model(64, {
-        "language_model/in_out_embed/embeddings": (131072, 6144), "language_model/rms_norm/scale": (6144,),
-        "transformer/decoder_layer_*/multi_head_attention/query/w": (6144, 6144), "transformer/decoder_layer_*/multi_head_attention/key/w": (6144, 1024),
-        "transformer/decoder_layer_*/multi_head_attention/value/w": (6144, 1024), "transformer/decoder_layer_*/multi_head_attention/linear/w": (6144, 6144),
-        "transformer/decoder_layer_*/moe/linear/w": (8, 6144, 32768), "transformer/decoder_layer_*/moe/linear_v/w": (8, 6144, 32768),
-        "transformer/decoder_layer_*/moe/linear_1/w": (8, 32768, 6144), "transformer/decoder_layer_*/router/w": (6144, 8),
-        **{f"transformer/decoder_layer_*/rms_norm{i}/scale": (6144,) for i in ("", "_1", "_2", "_3")},
-    }),
     "gemma-7b-keras": Model(28, {
         "token_embedding/embeddings": (256128, 3072),
         "decoder_block_*/attention/query/kernel": (16, 3072, 256), "decoder_block_*/attention/key/kernel": (16, 3072, 256),

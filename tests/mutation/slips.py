@@ -57,23 +57,11 @@ def _with_spec(case: Case, index: int, entries: Iterable[Any], what: str) -> Cas
     return _with_rule(case, index, (case.rules[index][0], P(*entries)), what)
 
 
-def _each_pattern(case: Case) -> Iterator[tuple[int, str, Callable[[str], Any]]]:
-    """(rule, a pattern's text, what makes a whole pattern of another text)."""
-    for index, (pattern, _) in enumerate(case.rules):
-        if isinstance(pattern, str):
-            yield index, pattern, lambda text: text
-        else:
-            for place, part in enumerate(pattern):
-                yield index, part, lambda text, p=pattern, i=place: (*p[:i], text, *p[i + 1 :])
-
-
 def _with_texts(case: Case, slip: Callable[[str], Iterable[str]], what: str) -> Iterator[Case]:
-    for index, text, whole in _each_pattern(case):
+    for index, (text, spec) in enumerate(case.rules):
         for slipped in slip(text):
             if slipped != text and _compiles(slipped):
-                yield _with_rule(
-                    case, index, (whole(slipped), case.rules[index][1]), f"{what}: {slipped!r}"
-                )
+                yield _with_rule(case, index, (slipped, spec), f"{what}: {slipped!r}")
 
 
 def _compiles(text: str) -> bool:
