@@ -26,7 +26,7 @@ LINES = {
     "old": (
         f"The compiler was not able to go from sharding {OLD} to {{maximal device=0}} without "
         f"doing a full rematerialization of the tensor {OPERATION}",
-        f"from {OLD} to {{maximal device=0}}",
+        "from 2 x 1 x 2 parts to {maximal device=0}",
     ),
     "before it named the operation": (
         "The compiler was not able to go from sharding {replicated} to {devices=[1,8,1]<=[8]} "

@@ -144,6 +144,7 @@ _WARNING: Final = re.compile(
 _MESH: Final = re.compile(r"\{mesh\[[^\]]*\](?:, device_ids=\([^)]*\))?, \[(.*?)\]")
 _ENTRY: Final = re.compile(r"\{([^}]*)\}")
 _AXIS: Final = re.compile(r"'([^']+)'")
+_TILES: Final = re.compile(r"\{devices=\[([\d,]+)\].*?( last_tile_dim_replicate)?\}")
 
 
 def resharded(
@@ -186,10 +187,12 @@ def reshards_in(log: str) -> Iterator[tuple[str, str]]:
 
 
 def _spec_shown(sharding: str) -> str:
-    """Return XLA's text of a sharding, as a spec if mesh axes are named."""
+    """Return a sharding of XLA's text as a spec, or without mesh axes as numbers of parts."""
     mesh = _MESH.match(sharding)
     if mesh is None:
-        return sharding
+        tiles = _TILES.fullmatch(sharding)
+        parts = tiles[1].split(",")[: -1 if tiles[2] else None] if tiles else []
+        return f"{' x '.join(parts)} parts" if parts else sharding
     names = [tuple(_AXIS.findall(entry)) for entry in _ENTRY.findall(mesh[1])]
     return f"P({', '.join(repr(axes[0] if len(axes) == 1 else axes or None) for axes in names)})"
 
