@@ -393,77 +393,64 @@ _NAMES: Final = (
     "default_backend", "device_count", "devices", "local_device_count", "local_devices",
     "process_count",
 )  # fmt: skip
-_here = threading.local()
-_lock = threading.Lock()
-_tracing: Final[list[None]] = []
-"""One for each thread that traces a step."""
-_saved: Final[dict[str, Callable[..., Any]]] = {}
+_lock = threading.RLock()
 
 
 @contextmanager
 def answered(mesh: AnyMesh | None) -> Iterator[list[Question]]:
-    """Answer JAX's questions of this thread for a mesh, and list those of the program."""
+    """Answer JAX's questions of this thread for a mesh, and list those of the program.
+
+    Other threads that lower a step wait.
+    """
     questions: list[Question] = []
     if mesh is None:
         yield questions
         return
-    before = getattr(_here, "answers", None)
-    _here.answers = _answers(mesh), questions
-    _watch()
-    threads = legacy_contexts()
+    answers, threads = _answers(mesh), legacy_contexts()
     context = getattr(threads, "env", None)
-    if context is not None:
-        threads.env = _WatchedContext(context, mesh, questions)
-    try:
-        yield questions
-    finally:
+    with _lock:
+        saved = {name: getattr(jax, name) for name in _NAMES}
+        for name, function in saved.items():
+            setattr(jax, name, _Watched(name, function, answers, questions))
         if context is not None:
-            threads.env = context
-        _unwatch()
-        _here.answers = before
-
-
-def _watch() -> None:
-    with _lock:
-        _tracing.append(None)
-        if len(_tracing) == 1:
-            for name in _NAMES:
-                _saved[name] = getattr(jax, name)
-                setattr(jax, name, _Watched(name, _saved[name]))
-
-
-def _unwatch() -> None:
-    with _lock:
-        _tracing.pop()
-        if not _tracing:
-            for name, function in _saved.items():
+            threads.env = _WatchedContext(context, mesh, questions)
+        try:
+            yield questions
+        finally:
+            if context is not None:
+                threads.env = context
+            for name, function in saved.items():
                 if isinstance(getattr(jax, name), _Watched):  # and nobody has replaced it since
                     setattr(jax, name, function)
 
 
 class _Watched:
-    """One of JAX's functions, while a step is traced."""
+    """One of JAX's functions, while a step is traced in this thread."""
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self._name = name
-        self._function = function
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        answers: Mapping[str, Any],
+        questions: list[Question],
+    ) -> None:
+        self._name, self._function = name, function
+        self._answers, self._questions = answers, questions
+        self._thread = threading.get_ident()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._function, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        asked = getattr(_here, "answers", None)
-        place = None if asked is None else _asker(sys._getframe(1))
-        if asked is None or place is None:
+        is_here = threading.get_ident() == self._thread
+        place = _asker(sys._getframe(1)) if is_here else None
+        if place is None:
             return self._function(*args, **kwargs)
-        answers, questions = asked
-        answer = answers.get(self._name)
+        answer = self._answers.get(self._name)
         backend = next(iter((*args, *kwargs.values())), None)
-        is_other = backend not in (None, answers["default_backend"])
-        questions.append(
-            Question(f"jax.{self._name}()", place, answer is not None and not is_other)
-        )
-        if answer is None or is_other:
+        is_answered = answer is not None and backend in (None, self._answers["default_backend"])
+        self._questions.append(Question(f"jax.{self._name}()", place, is_answered))
+        if not is_answered:
             return self._function(*args, **kwargs)
         return list(answer) if isinstance(answer, list) else answer
 
