@@ -30,7 +30,7 @@ import numpy as np
 import shardrules as sr
 from benchmarks import published_model as code
 from shardrules._base.atomic_write import write_text
-from shardrules._program.step_seconds import LEAST_CYCLES
+from shardrules._program.work import LEAST_CYCLES
 
 FILE = Path(__file__).with_suffix(".toml")
 LAYERS_COMPILED = 2

@@ -20,7 +20,7 @@ from shardrules._plan.sweep import Sweep as Sweep
 from shardrules._plan.sweep import SweepRow as SweepRow
 from shardrules._plan.transfer import Transfer as Transfer
 from shardrules._plan.transfer import TransferRow as TransferRow
-from shardrules._program.collectives import Collective as Collective
+from shardrules._program.hlo import Collective as Collective
 from shardrules._program.memory import Buffer as Buffer
 from shardrules._program.memory import Memory as Memory
 from shardrules._program.memory import Totals as Totals
@@ -33,9 +33,9 @@ from shardrules._program.solve.solution import Solution as Solution
 from shardrules._program.step.step import DimensionClass as DimensionClass
 from shardrules._program.step.step import Step as Step
 from shardrules._program.step.step import Work as Work
-from shardrules._program.step_seconds import ProgramTime as ProgramTime
-from shardrules._program.step_seconds import Roofline as Roofline
 from shardrules._program.verify.prove import Proof as Proof
 from shardrules._program.verify.sweep import StepSweep as StepSweep
 from shardrules._program.verify.sweep import StepSweepRow as StepSweepRow
+from shardrules._program.work import ProgramTime as ProgramTime
+from shardrules._program.work import Roofline as Roofline
 from shardrules._rules.matcher import Coverage as Coverage

@@ -17,8 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._program.collectives import exchanges
-from shardrules._program.hlo import Hlo
+from shardrules._program.hlo import Hlo, exchanges
 from tests.support import hlo_counts
 from tests.support.folders import ROOT
 

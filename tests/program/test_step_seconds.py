@@ -7,8 +7,7 @@ import json
 import pytest
 
 from shardrules._program.hlo import Hlo
-from shardrules._program.step_seconds import program_time
-from shardrules._program.work import KERNEL_EFFICIENCY
+from shardrules._program.work import KERNEL_EFFICIENCY, program_time
 
 CLOCK, PEAK = 1e9, 1e12
 # Of 2 heads, 64 queries of 128 elements, 32 keys, and values of 64; JAX writes a kernel's metadata

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.memory import Refusal, refused_bytes
-from shardrules._program.step_seconds import LEAST_CYCLES
+from shardrules._program.work import LEAST_CYCLES
 from tests.support.compiled import compiled_on
 from tests.support.plans import shard_bytes
 from tests.tpu.marks import needs_libtpu

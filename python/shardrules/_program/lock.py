@@ -16,9 +16,8 @@ from shardrules._base.text import and_more, bytes_shown, counted, mesh_shown, sh
 from shardrules._plan.codec import FileTable, Listed, Texts, at, naming, record_of
 from shardrules._plan.findings import Finding, Findings, Level
 from shardrules._plan.lock import checked_json, lines_of
-from shardrules._program.collectives import Collective
 from shardrules._program.executable import Executable
-from shardrules._program.hlo import CollectiveOpcode
+from shardrules._program.hlo import Collective, CollectiveOpcode
 from shardrules._program.libraries import StoredProgram
 from shardrules._program.memory import totals_of
 

@@ -23,23 +23,23 @@ from shardrules._plan.lock import content_of
 from shardrules._plan.plan import Plan
 from shardrules._plan.report import Page
 from shardrules._program.causes import REASONS
-from shardrules._program.collectives import Collective, Exchange, exchanges
 from shardrules._program.executable import Executable, State, states
-from shardrules._program.hlo import Hlo, hlo_errors
+from shardrules._program.hlo import Collective, Exchange, Hlo, exchanges, hlo_errors
 from shardrules._program.inputs import planned_targets
 from shardrules._program.libraries import call_of
 from shardrules._program.lock import Costs, compared, costs_of, program_lock_text, read_program_lock
 from shardrules._program.memory import Memory, Totals, memory_of, totals_of
 from shardrules._program.reasons import Reasons, Row
-from shardrules._program.step_seconds import (
-    ProgramTime,
-    Roofline,
-    kernel_flops,
-    program_time,
-)
 from shardrules._program.topologies.topology import Topology
 from shardrules._program.topologies.tpu import Slices
-from shardrules._program.work import Product, products
+from shardrules._program.work import (
+    Product,
+    ProgramTime,
+    Roofline,
+    flops_of_kernels,
+    products,
+    program_time,
+)
 
 SMALL: Final = 2**16
 """Bytes that a device sends in a step, below which a collective needs no explanation."""
@@ -299,7 +299,7 @@ def roofline_on(topology: Topology, program: Program) -> Roofline | None:
     if mesh is None or not has_devices(mesh):
         return None
     flops = sum(product.flops for product in program.products)
-    flops += kernel_flops(program._executable.hlo)
+    flops += flops_of_kernels(program._executable.hlo)
     rows = [row for row in program.collectives if row.axes]
     sending = sum(row.sent_at_least / topology._links(mesh, row.axes).rate for row in rows)
     return Roofline(flops / topology.hardware.flops_per_second["bfloat16"], sending)

@@ -13,7 +13,6 @@ from shardrules._base.specs import entry_axes
 from shardrules._plan.path_words import expert_axes_among, is_gathered
 from shardrules._plan.roles import experts_dim
 from shardrules._program.causes import REASONS
-from shardrules._program.collectives import Exchange, Moved, is_called
 from shardrules._program.executable import Executable, State
 from shardrules._program.facts import (
     PRODUCTS,
@@ -24,6 +23,7 @@ from shardrules._program.facts import (
     Use,
     summed_dims,
 )
+from shardrules._program.hlo import Exchange, Moved, is_called
 from shardrules._program.values import Values
 
 _PRODUCT_NAMES: Final = ("conv_general_dilated", "dot_general")

@@ -16,17 +16,15 @@ from shardrules._base.text import bytes_shown, mesh_shown, record, seconds_shown
 from shardrules._place.mesh import as_mesh, axes_of_type, has_devices
 from shardrules._plan.answers import Column, Table
 from shardrules._plan.planning import plan
-from shardrules._program.collectives import exchanges
 from shardrules._program.compiler import asked_compiler, has_child, results_in_order
-from shardrules._program.hlo import hlo_errors
+from shardrules._program.hlo import exchanges, hlo_errors
 from shardrules._program.lowering import lowering_on
 from shardrules._program.memory import Refusal
 from shardrules._program.program import Program, inspect
 from shardrules._program.solve.constraints import constrained_step, spec_of_cuts
 from shardrules._program.solve.layout import STORED
 from shardrules._program.solve.price import Price, Seconds
-from shardrules._program.step_seconds import kernel_flops
-from shardrules._program.work import product_nodes
+from shardrules._program.work import flops_of_kernels, product_nodes
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
@@ -279,7 +277,7 @@ def _costs(layout: Contender, program: Program, peak: int) -> StepCost:
     )
     executable, hlo = program._executable, program._executable.hlo
     with hlo_errors():
-        done = sum(size for _, size in product_nodes(executable.values)) + kernel_flops(hlo)
+        done = sum(size for _, size in product_nodes(executable.values)) + flops_of_kernels(hlo)
         rows = list(exchanges(hlo, program.axis_sizes))
     sent: Counter[tuple[str, ...]] = Counter()
     seconds: defaultdict[tuple[str, ...], float] = defaultdict(float)

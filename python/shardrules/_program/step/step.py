@@ -32,9 +32,8 @@ from shardrules._program.lowering import (
     target_mesh,
 )
 from shardrules._program.step.equations import Equations, inputs_of, only_call, without_dead
-from shardrules._program.step_seconds import phase_of
 from shardrules._program.topologies.topology import Topology
-from shardrules._program.work import primitive_name
+from shardrules._program.work import phase_of, primitive_name
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

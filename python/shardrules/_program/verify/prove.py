@@ -17,8 +17,8 @@ from shardrules._plan.findings import Findings, Level
 from shardrules._plan.kinds import DEFAULT_LARGE
 from shardrules._plan.plan import Plan
 from shardrules._program.cache import Finished, finished
-from shardrules._program.collectives import Collective
 from shardrules._program.compiler import asked_compiler, is_of_cpus
+from shardrules._program.hlo import Collective
 from shardrules._program.lowering import (
     On,
     check_step,
@@ -29,7 +29,6 @@ from shardrules._program.lowering import (
 )
 from shardrules._program.memory import Memory, Refusal
 from shardrules._program.program import Program, roofline_on, time_on
-from shardrules._program.step_seconds import ProgramTime, Roofline
 from shardrules._program.topologies.topology import (
     Topology,
     memory_limit,
@@ -37,6 +36,7 @@ from shardrules._program.topologies.topology import (
     topology_shown,
 )
 from shardrules._program.verify.verify import findings_and_program, limits_of
+from shardrules._program.work import ProgramTime, Roofline
 
 BY_CPU: Final = " by XLA for CPU: a TPU's partitioner may choose otherwise"
 _NO_TIME: Final = "no time: clocks and links are known of the TPUs of a Topology alone"

@@ -29,9 +29,9 @@ from shardrules._plan.sweep import factorizations
 from shardrules._program.compiler import is_of_cpus, results_in_order
 from shardrules._program.lowering import check_step_on, step_parts
 from shardrules._program.memory import Buffer, OutOfMemory
-from shardrules._program.step_seconds import Roofline
 from shardrules._program.topologies.topology import Topology, topology_of, topology_shown
 from shardrules._program.verify.prove import BY_CPU, AskedProof
+from shardrules._program.work import Roofline
 
 _AXES: Final = ("fsdp", "tp")
 SweptOn: TypeAlias = "Topology | str | int | Mesh | AbstractMesh | Mapping[str, int]"

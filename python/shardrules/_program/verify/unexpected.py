@@ -18,8 +18,8 @@ from shardrules._base.text import and_more, bytes_shown, counted
 from shardrules._plan.findings import Finding, Level
 from shardrules._plan.kinds import axes_used
 from shardrules._program.causes import CONSTRAINT, REASONS
-from shardrules._program.collectives import Collective
 from shardrules._program.executable import Executable, sharding_shown
+from shardrules._program.hlo import Collective
 from shardrules._program.inputs import PlannedSharding
 from shardrules._program.lock import largest
 from shardrules._program.program import Program
