@@ -672,7 +672,8 @@ class Plan(Decider):
         parts = as_tuple("sections", sections, _SECTIONS)
         check_items("sections", parts, HasSection, _SECTIONS)
         check_type("title", title, str, "a string")
-        page = plan_page(Page(self, Training(gradients, optimizer), hbm_bytes(hbm)), parts, title)
+        needed = Training(gradients, optimizer).bytes_with(self)
+        page = plan_page(Page(self, needed, hbm_bytes(hbm)), parts, title)
         if path is not None:
             write_text(path, page)
         return page

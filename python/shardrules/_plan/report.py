@@ -6,10 +6,8 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -34,7 +32,7 @@ from shardrules._plan.kinds import (
     placement_shown,
     problem_shown,
 )
-from shardrules._plan.memory import DeviceBytes, Training
+from shardrules._plan.memory import DeviceBytes
 from shardrules._rules.patterns import pattern_shown
 
 if TYPE_CHECKING:
@@ -111,8 +109,6 @@ def table_html(plan: Plan) -> str:
 
 def plan_json(plan: Plan, memory: DeviceBytes, hbm: int | None) -> str:
     """Return the plan as a JSON object, with a row for each folded path."""
-    from shardrules._plan.diff import plan_fingerprint
-
     leaves = [
         {
             "path": row.pattern,
@@ -137,7 +133,7 @@ def plan_json(plan: Plan, memory: DeviceBytes, hbm: int | None) -> str:
         "leaves": len(plan.paths),
         "bytes": plan.total_bytes,
         "device_bytes": {"total": memory.max, **memory._by_part()},
-        "fingerprint": plan_fingerprint(plan),
+        "fingerprint": plan.fingerprint(),
         "folded": leaves,
     }
     if (fits := memory._fits(hbm)) is not None:
@@ -145,18 +141,13 @@ def plan_json(plan: Plan, memory: DeviceBytes, hbm: int | None) -> str:
     return printable_json(content)
 
 
-@dataclass(frozen=True)
-class Page:
+class Page(NamedTuple):
     """What sections know of the page that they are on."""
 
     plan: Plan
-    training: Training
+    bytes: DeviceBytes
+    """Those of the plan, with what training adds."""
     hbm: int | None
-
-    @cached_property
-    def bytes(self) -> DeviceBytes:
-        """Bytes of the plan, with what training adds."""
-        return self.training.bytes_with(self.plan)
 
 
 @runtime_checkable
@@ -198,7 +189,7 @@ def plan_page(page: Page, sections: Iterable[HasSection], title: str) -> str:
     findings = [part for part in parts if part.title == "Findings"]
     first = findings or [page.plan.check()._section(page)]
     rules = Section("Rules", (_rule_table(page.plan),))
-    rest = [rules, *(part for part in parts if part not in findings)]
+    rest = [rules, *(part for part in parts if part.title != "Findings")]
     scripts, styles = [*map(_data_text, _SCRIPTS)], _data_text("page.css")
     return Template(_data_text("page.html")).substitute(
         policy=_POLICY.format(
