@@ -9,6 +9,8 @@ import re
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from shardrules._base.arguments import boolean, check_type, integer
 from shardrules._base.atomic_write import write_bytes
 from shardrules._base.dtypes import given_name, key_dtype
@@ -26,7 +28,7 @@ from shardrules._base.io import (
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import near_shown, shown
 from shardrules._plan.align import check_distinct
-from shardrules._plan.files.leaves import ArraySpec, ArraySpecs, all_are
+from shardrules._plan.files.leaves import ArraySpec, ArraySpecs
 from shardrules._plan.files.modules import file_name
 from shardrules._plan.files.remote import RemotePath
 from shardrules._plan.files.safetensors import (
@@ -257,21 +259,25 @@ def _checked_names(
     return {name: tuple(axes) for name, axes in names.items()}
 
 
+_Row = tuple[str, tuple[int, ...], str]
+"""Name, shape and dtype of an array."""
+
+
 def _of_params(path: Path, params: object, make: ArraySpecs) -> dict[str, ArraySpec]:
     if not isinstance(params, list):
         raise FileError(f"{path}: key 'params': it is {shown(params)}; give {_FORMS}")
-    if not (all_are(list, params) and set(map(len, params)) <= {3}):
-        index, row = next(
-            (index, row)
-            for index, row in enumerate(params)
-            if not isinstance(row, list) or len(row) != 3
-        )
-        raise FileError(
-            f'{path}: params[{index}]: it is {shown(row)}; write ["name", [4096, 128], "BF16"]'
-        )
-    # zip(*params) would make an iterator for each row.
-    names, shapes, dtypes = ([row[i] for row in params] for i in range(3))
-    return make.of_columns(path, names, shapes, dtypes)
+    try:
+        return make.of_rows(path, msgspec.convert(params, list[_Row]))
+    except msgspec.ValidationError:
+        for index, row in enumerate(params):
+            try:
+                msgspec.convert(row, _Row)
+            except msgspec.ValidationError as error:
+                raise FileError(
+                    f"{path}: params[{index}]: {error}: it is {shown(row)}; write "
+                    '["name", [4096, 128], "BF16"]'
+                ) from None
+        raise
 
 
 def nested_dicts(arrays: Arrays) -> dict[str, Any]:

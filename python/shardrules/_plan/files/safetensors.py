@@ -11,14 +11,15 @@ from __future__ import annotations
 import codecs
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import chain
 from math import prod
-from operator import itemgetter, sub
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
+
+import msgspec
 
 from shardrules._base.dtypes import RANDOM_KEYS, SAFETENSORS, bits_of
 from shardrules._base.io import FileError, join_chunks, opened, parse_json
@@ -27,8 +28,6 @@ from shardrules._plan.files.leaves import (
     ArraySpec,
     ArraySpecs,
     StoredFile,
-    all_are,
-    check_column,
     check_text,
     state_of,
 )
@@ -51,32 +50,46 @@ _STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _ODD_OFFSETS: Final = "needs data_offsets that are a list of two integers"
 
 
+# The second for half a surrogate pair in the name of a field.
+_WRONG: Final = (msgspec.ValidationError, UnicodeEncodeError)
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    """Array in a header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
 def read_header(path: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
     """Read the arrays of one file."""
     header, file, data = _header(path)
     metadata = _checked_metadata(path, header.pop(_METADATA, None))
-    names, entries = list(header), list(header.values())
-    check_column(path, names, entries, dict, "needs an object with dtype, shape and data_offsets")
-    if not set(map(len, entries)) <= {3}:
-        _raise_odd_fields(path, header)
-    try:
-        shapes, dtypes, offsets = zip(*map(_FIELDS, entries), strict=True) if entries else ((),) * 3
-    except KeyError:
-        _raise_odd_fields(path, header)
-    leaves = make.of_columns(path, names, shapes, dtypes)
-    if not set(dtypes) <= SAFETENSORS.keys():
-        _raise_odd_dtype(path, names, dtypes)
-    _check_offsets(path, leaves, offsets, len(data))
+    entries = _entries_of(path, header)
+    rows = [(name, entry.shape, entry.dtype) for name, entry in entries.items()]
+    leaves = make.of_rows(path, rows)
+    _check_entries(path, entries, leaves, len(data))
     if KEYS in metadata:
         leaves |= _random_keys(path, metadata[KEYS], leaves)
     if not make.keeps_places:
         return leaves
-    begins: Iterable[Any] = map(itemgetter(0), offsets)
-    rows = zip(leaves.items(), begins, strict=True)
     return {
-        name: ArraySpec(leaf.shape, leaf.dtype, file, data.start + begin)
-        for (name, leaf), begin in rows
+        name: ArraySpec(leaf.shape, leaf.dtype, file, data.start + entries[name].data_offsets[0])
+        for name, leaf in leaves.items()
     }
+
+
+def _entries_of(path: Path, header: dict[str, Any]) -> dict[str, _Entry]:
+    try:
+        return msgspec.convert(header, dict[str, _Entry])
+    except _WRONG:
+        for name, entry in header.items():
+            try:
+                msgspec.convert(entry, _Entry)
+            except _WRONG as error:
+                raise FileError(f"{path}: array {name!r}: {error}; write the file again") from None
+        raise
 
 
 def _header(path: Path) -> tuple[dict[str, Any], StoredFile, range]:
@@ -118,7 +131,7 @@ def _checked_metadata(path: Path, metadata: object) -> dict[str, str]:
     if metadata is None:
         return {}
     words: list[Any] = [*metadata, *metadata.values()] if isinstance(metadata, dict) else [None]
-    if not isinstance(metadata, dict) or not all_are(str, words):
+    if not isinstance(metadata, dict) or not {*map(type, words)} <= {str}:
         raise FileError(
             f"{path}: {_METADATA} is {shown(metadata)}, not an object of strings; write the file "
             "again"
@@ -149,83 +162,44 @@ def _random_keys(path: Path, text: str, leaves: dict[str, ArraySpec]) -> dict[st
     return found
 
 
-def _raise_odd_fields(path: Path, header: dict[str, Any]) -> NoReturn:
-    fields = {"dtype", "shape", "data_offsets"}
-    for name, entry in header.items():
-        for missing in sorted(fields - entry.keys()):
-            raise FileError(f"{path}: array {name!r} has no {missing}; write the file again")
-        for key in entry.keys() - fields:
-            raise FileError(
-                f"{path}: array {name!r} has the unknown field {key!r}; its shape may not mean "
-                "what it seems to: write the file again without it"
-            )
-    raise AssertionError("no array has other fields")
-
-
-def _raise_odd_dtype(path: Path, names: list[str], dtypes: Sequence[str]) -> NoReturn:
-    name, dtype = next(row for row in zip(names, dtypes, strict=True) if row[1] not in SAFETENSORS)
-    raise FileError(
-        f"{path}: array {name!r}: the dtype {dtype!r} is not written as safetensors does, as in "
-        "F32 or BF16; write the file again with the safetensors library"
-    )
-
-
-def _check_offsets(
-    path: Path, leaves: dict[str, ArraySpec], offsets: Sequence[Any], data_bytes: int
+def _check_entries(
+    path: Path, entries: dict[str, _Entry], leaves: dict[str, ArraySpec], data_bytes: int
 ) -> None:
-    """Check that each array has the bytes it needs, and that the arrays fill the data."""
-    names = list(leaves)
-    check_column(path, names, offsets, list, _ODD_OFFSETS)
-    if not (set(map(len, offsets)) <= {2} and all_are(int, chain.from_iterable(offsets))):
-        pairs = [pair if list(map(type, pair)) == [int, int] else tuple(pair) for pair in offsets]
-        check_column(path, names, pairs, list, _ODD_OFFSETS)
-    flat = list(chain.from_iterable(offsets))
-    begins, ends = flat[::2], flat[1::2]
-    # By identity, because a dataclass is slow to hash and few are distinct.
-    distinct = {id(spec): spec for spec in leaves.values()}
-    bits = {key: prod(spec.shape) * bits_of(spec.dtype) for key, spec in distinct.items()}
-    needed = list(map(bits.__getitem__, map(id, leaves.values())))
-    if [8 * size for size in map(sub, ends, begins)] != needed:
-        _raise_wrong_size(path, leaves, offsets, needed)
-    # In the order of their offsets, each array begins where the previous one ends.
-    places = sorted(zip(begins, ends, strict=True))
-    if [*(begin for begin, _ in places), data_bytes] != [0, *(end for _, end in places)]:
-        _raise_gap(path, names, offsets, data_bytes)
-
-
-def _raise_wrong_size(
-    path: Path, leaves: dict[str, ArraySpec], offsets: Sequence[Any], needed: list[int]
-) -> NoReturn:
-    for (name, spec), (begin, end), bits in zip(leaves.items(), offsets, needed, strict=True):
+    """Check dtypes, that each array has the bytes it needs, and that the arrays fill the data."""
+    for (name, entry), leaf in zip(entries.items(), leaves.values(), strict=True):
+        begin, end = entry.data_offsets
+        if entry.dtype not in SAFETENSORS:
+            raise FileError(
+                f"{path}: array {name!r}: the dtype {entry.dtype!r} is not written as safetensors "
+                "does, as in F32 or BF16; write the file again with the safetensors library"
+            )
+        bits = prod(leaf.shape) * bits_of(leaf.dtype)
         if 8 * (end - begin) != bits:
             raise FileError(
                 f"{path}: array {name!r}: data_offsets [{begin}, {end}] are {end - begin:,} bytes, "
-                f"but {spec.dtype}{list(spec.shape)} takes {bits / 8:,.10g}; write the file again"
+                f"but {leaf.dtype}{list(leaf.shape)} takes {bits / 8:,.10g}; write the file again"
             )
-    raise AssertionError("no array has a wrong size")
-
-
-def _raise_gap(path: Path, names: list[str], offsets: Sequence[Any], data_bytes: int) -> NoReturn:
-    for name, (begin, end) in zip(names, offsets, strict=True):
         if begin < 0 or end > data_bytes:
             raise FileError(
                 f"{path}: array {name!r}: data_offsets [{begin}, {end}] lie outside the file's "
                 f"{data_bytes:,} bytes of data; it is cut short: download it again"
             )
-    raise FileError(
-        f"{path}: the arrays' data_offsets leave bytes out or overlap; write the file again with "
-        "the safetensors library"
-    )
-
-
-def read_index(path: Path, weight_map: object, make: ArraySpecs) -> dict[str, ArraySpec]:
-    """Read the arrays of the files in an index of Hugging Face, in the order of the index."""
-    if not isinstance(weight_map, dict):
+    # In the order of their offsets, each array begins where the previous one ends.
+    places = sorted(entry.data_offsets for entry in entries.values())
+    if [*(begin for begin, _ in places), data_bytes] != [0, *(end for _, end in places)]:
         raise FileError(
-            f"{path}: key 'weight_map': it is {shown(weight_map)}, not an object; write "
+            f"{path}: the arrays' data_offsets leave bytes out or overlap; write the file again "
+            "with the safetensors library"
+        )
+
+
+def read_index(path: Path, weight_map: Any, make: ArraySpecs) -> dict[str, ArraySpec]:
+    """Read the arrays of the files in an index of Hugging Face, in the order of the index."""
+    if not isinstance(weight_map, dict) or not {*map(type, weight_map.values())} <= {str}:
+        raise FileError(
+            f"{path}: key 'weight_map': it is {shown(weight_map)}; write "
             '{"array": "file.safetensors", ...}'
         )
-    check_column(path, list(weight_map), list(weight_map.values()), str, "needs a file's name")
     names_in: dict[str, list[str]] = {}
     for name, shard in weight_map.items():
         names_in.setdefault(shard, []).append(name)
