@@ -134,7 +134,6 @@ WRONG: dict[str, tuple[Any, ...]] = {
         "rules": NOT_RULES,
         "Rules.rules": (*NOT_RULES, None),
         "named_shardings.rules plan.rules spec_for.rules Plan.with_rules.rules": NOT_PAIRS,
-        "like": NOT_RULES,
         "reshard.rules shard.rules with_sharding_constraint.rules": NOT_DECIDERS,
         "load.rules": (*NOT_DECIDERS, None),
         "logical_to_mesh.rules with_logical_constraint.rules": NOT_LOGICAL,
@@ -191,7 +190,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 # What an error may say instead of the parameter's name.
 CALLED = {
-    "rules": "specs|rule", "like": "like|rule ", "levels": "level", "replicated": "replicated|pattern",
+    "rules": "specs|rule", "levels": "level", "replicated": "replicated|pattern",
     "meshes": "mesh", "path": "path|group", "other": "other|lock",
     "logical_names": "names|spec", "libraries": "librar", "tree": "tree|names", "model": "model|tree",
     "pattern": "pattern|position", "roles": "roles|position", "base": "base|group",
@@ -250,7 +249,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Rules.with_axes": (sr.Rules(RULES).with_axes, {"axes": {"tp": ("kv", "rep")}}),
     "Step.explain": (STEP.explain, {"path": "w"}),
     "Topology": (sr.Topology, {"name": "v5p-8"}),
-    "audit": (sr.audit, {"tree": TREE, "plan": PLAN}),
+    "audit": (sr.audit, {"tree": TREE, "plan": PLAN.on_mesh(MESH)}),
     "fsdp": (sr.fsdp, {"axis": "fsdp"}),
     "gather": (sr.gather, {"tree": TREE}),
     "inspect": (sr.inspect, {"compiled": COMPILED, "inputs": (None,)}),
@@ -381,7 +380,7 @@ TAKING_TREES: dict[str, Callable[[Any], Any]] = {
     "with_sharding_constraint": lambda tree: sr.with_sharding_constraint(tree, RULES, MESH),
     "gather": sr.gather,
     "coverage": sr.Rules(RULES).coverage,
-    "audit": lambda tree: sr.audit(tree, PLAN),
+    "audit": lambda tree: sr.audit(tree, PLAN.on_mesh(MESH)),
 }
 taking_trees = pytest.mark.parametrize("taking", TAKING_TREES)
 
