@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from itertools import chain, repeat
+from itertools import chain
 from math import prod
 from typing import Any, Final
 
@@ -193,8 +193,6 @@ def nnx_values(context: CheckContext) -> Iterator[Finding]:
     if rules is None or rules.dialect.hidden_key is not None:
         return
     end = f"{rules.dialect.separator or '.'}value"
-    if not any(map(str.endswith, sources, repeat(end))):
-        return
     through: dict[int, list[Folded]] = defaultdict(list)
     by_name: set[int] = set()
     for part in context.plan.folded:
@@ -205,6 +203,8 @@ def nnx_values(context: CheckContext) -> Iterator[Finding]:
             rule = context.kinds[part.group].rule
             if rule is not None and rule not in matching and not _spells(rules[rule][0], end):
                 through[rule].append(part)
+    if not through:
+        return
     # Paths that have nothing of a model in them but this end, or not even that.
     probe = "~" if rules.dialect.separator else "['~']"
     anywhere = {*rules.all_matches(probe + end)} - {*rules.all_matches(probe)}
