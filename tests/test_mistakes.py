@@ -156,7 +156,6 @@ OF_PLANS = {
     "a part of no path": (lambda: PLAN.explain("kernell"), "'kernell'", "near it: layers/0/wq/kernel"),
     "a path of JAX": (lambda: PLAN.explain("['layers']['0']['wq']['kernal']"), "kernal", "near it: layers/0/wq/kernel"),
     "a number as path": (lambda: PLAN.explain(0), "0 (an int)", "plan.paths", "'layers/0/w'"),
-    "a source of no path": (lambda: PLAN.source("zzz"), "'zzz'", "plan.paths lists them"),
     "an optimizer": (lambda: PLAN.for_optimizer(adam()), "GradientTransformation", "jax.eval_shape(optimizer.init, params)"),
     "no state": (lambda: PLAN.for_optimizer(None), "state is None", "jax.eval_shape(optimizer.init, params)", "()"),
     "the state of another tree": (lambda: PREFIXED.for_optimizer(STATE), "'mu/x'", "'params/layers/0/wq/kernel'", "plan the tree that the optimizer was initialized with"),

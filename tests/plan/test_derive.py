@@ -342,7 +342,7 @@ def test_keras_optimizers_find_their_parameters(keras, name, nested):
         flat = variable.path.replace("/", "_")
         for path in derived.paths:
             if re.fullmatch(rf".*/{flat}_[a-z_]+", path):
-                assert derived.source(path) == variable.path, path
+                assert derived.explain(path).source == variable.path, path
                 assert derived.kind(path).spec == plan.kind(variable.path).spec, path
                 followed += 1
     assert followed >= 2 * len(model.trainable_variables)
@@ -482,7 +482,7 @@ def test_lwm_stacked():
     derived = sr.plan(tree, per_layer, LWM_MESH, companions=[sr.stacked(AT, LAYER)])
     assert derived.specs() == sr.plan(tree, rules, LWM_MESH).specs()
     path = "params/transformer/h/scan_decoder/attention/wq/kernel"
-    assert derived.source(path) == "params/transformer/h/0/attention/wq/kernel"
+    assert derived.explain(path).source == "params/transformer/h/0/attention/wq/kernel"
 
 
 def test_lwm_by_rules_for_its_stack():
@@ -606,7 +606,9 @@ FOLLOWING = {
 def test_leaves_follow_the_rule_of_a_base(case):
     tree, rules, companions, expected = FOLLOWING[case]
     plan = sr.plan(tree, rules, SIZES, companions=companions)
-    assert {path: (P(*plan.kind(path).spec), plan.source(path)) for path in expected} == expected
+    assert {
+        path: (P(*plan.kind(path).spec), plan.explain(path).source) for path in expected
+    } == expected
 
 
 def test_a_stack_below_itself_has_no_rule():
@@ -781,7 +783,7 @@ def test_optimizer_states_of_companions():
     plan = plan_of(tree, companions=sr.LORA)
     derived = plan.for_optimizer(jax.eval_shape(optax.adam(1e-3).init, tree))
     assert derived.specs()[0].mu == plan.specs()
-    assert derived.source("0/mu/q/lora_a") == "q/kernel"
+    assert derived.explain("0/mu/q/lora_a").source == "q/kernel"
 
 
 def test_bad_companions():

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from collections import Counter
 from math import prod
 
@@ -24,13 +21,6 @@ from shardrules._base.dtypes import bits_of
 from shardrules._base.specs import entries_of
 from tests.support import corpus
 from tests.support.slow import MODELS
-
-DEEPSEEK_RULES = "easydel__deepseek_v3-DeepseekV3Config-v0.2.0"
-# The published rules leave the experts of an unstacked model to the catch-all.
-EXPERTS = [
-    (r"mlp/experts/\d+/(gate_proj|up_proj)/kernel", ("fsdp", "tp")),
-    (r"mlp/experts/\d+/down_proj/kernel", ("tp", "fsdp")),
-]
 
 
 def array(*shape, dtype="float32"):
@@ -205,22 +195,6 @@ def test_a_mesh_without_devices_has_those_of_the_other_in_order():
     assert plan.transfer(plan.on_mesh(Mesh(devices[::-1], ("d",)))).total == 128
 
 
-def deepseek(mesh):
-    tree = corpus.manifest(corpus.DEEPSEEK).nested(corpus.abstract)
-    return sr.plan(tree, [*EXPERTS, *corpus.rules(DEEPSEEK_RULES)], mesh)
-
-
-def of_deepseek(count, other_count):
-    """From fsdp to tp over the devices; the first of them."""
-    devices = np.array(jax.devices())
-    trainer = deepseek(Mesh(devices[:count].reshape(-1, 1, 1), ("fsdp", "sp", "tp")))
-    sampler = trainer.on_mesh(Mesh(devices[:other_count].reshape(1, 1, -1), ("fsdp", "sp", "tp")))
-    moved = trainer.transfer(sampler)
-    check(moved, by_jax(trainer, sampler))
-    assert moved.total > 0.5 * trainer.total_bytes
-    return moved
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_all_models(name):
     """Each array is cut in its largest dimension, on one mesh over 8 devices, on another over 4 of them."""
@@ -234,24 +208,6 @@ def test_all_models(name):
         moved = before.transfer(after)
         check(moved, by_jax(before, after))
         assert (moved.shared, sum(row.leaves for row in moved)) == (4, len(plan))
-
-
-@pytest.mark.slow
-def test_deepseek_from_fsdp_64_to_tp_32():
-    code = """
-from tests.plan.test_transfer import of_deepseek
-moved = of_deepseek(64, 32)
-assert moved.total == 1_321_081_251_840, moved.total
-"""
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=64", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **flags},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_leaves_that_follow_their_mesh_stay():

@@ -698,19 +698,8 @@ class Plan(Decider):
         Raises:
             KeyError: No leaf has this path; the message has the nearest ones.
         """
-        return self.kinds[int(self.kind_of[self._row(path)])]
-
-    def source(self, path: str) -> str:
-        """Return the path that rules match for this leaf: its own, or that of what it follows.
-
-        Raises:
-            KeyError: As `kind`.
-        """
-        return self.sources[self._row(path)]
-
-    def _row(self, path: str) -> int:
         check_type("path", path, str, _PATH)
-        return row_of(self, path)
+        return self.kinds[int(self.kind_of[row_of(self, path)])]
 
     def _declaring(self, declared: Declared) -> Plan:
         """Return the same plan, with what `check` is to know about its rules."""
