@@ -162,13 +162,6 @@ class TestRandomKeys:
             name: words(key) for name, key in keys.items()
         }
 
-    def test_safetensors_have_none(self, state, save):
-        path = save({"linear.kernel": np.ones((8, 8), "float32"), "linear.bias": np.ones(8, "float32")})  # fmt: skip
-        with pytest.raises(
-            sr.FileError, match=r"rngs/(default/)?key/value: missing: the tree wants key<fry>\["
-        ):
-            sr.load(path, RULES, mesh_of(), tree=state)
-
 
 def test_a_dtype_of_a_tree_that_is_not_known_has_its_path():
     class Odd:

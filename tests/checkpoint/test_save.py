@@ -163,36 +163,6 @@ def test_bad_trees(tmp_path, tree):
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("call", ["pwrite", "fsync", "rename"])
-@pytest.mark.parametrize("at", [1, 2, 3])
-def test_what_a_killed_process_leaves_does_not_load(tmp_path, call, at):
-    code = f"""
-import os, signal
-import numpy as np
-import shardrules as sr
-
-calls, plain = [], os.{call}
-def killed(*arguments):
-    calls.append(arguments)
-    if len(calls) == {at}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return plain(*arguments)
-os.{call} = killed
-sr.save({{c: np.ones(4) for c in "abc"}}, {str(tmp_path / "m")!r}, shard_bytes=64)
-"""
-    ended = subprocess.run([sys.executable, "-c", code], timeout=120, check=False)
-    assert ended.returncode == -9
-    (left,) = os.listdir(tmp_path)
-    assert left == ".m.saving"
-    if (call, at) in {("rename", 3), ("fsync", 3)}:
-        # All is written, but the directory has not its name yet.
-        whole = sr.load(tmp_path / left, [(".*", P())], mesh())
-        assert {name: value.shape for name, value in whole.items()} == dict.fromkeys("abc", (4,))
-    else:
-        with pytest.raises(sr.FileError):
-            sr.load(tmp_path / left, [(".*", P())], mesh())
-
-
 # In processes of their own, forked from one that has imported all: what `sr.save` did, and what is left.
 FORKS = """
 import itertools, os, signal, sys
@@ -242,13 +212,14 @@ def killed_at(number):
 @pytest.mark.parametrize("renamed", [[], ["renamed"]])
 def test_killed_at_each_step_there_is_nothing_or_all(tmp_path, renamed):
     code = f"""{FORKS}
-import shutil
 for number in itertools.count(1):
     code = os.waitstatus_to_exitcode(os.waitpid(forked(lambda: killed_at(number)), 0)[1])
     print(code, *sorted(name for name in os.listdir(os.path.dirname(path)) if "-" not in name), flush=True)
     if code != -9:
         break
-    shutil.rmtree(os.path.join(os.path.dirname(path), ".m.saving"), ignore_errors=True)
+    left = os.path.join(os.path.dirname(path), ".m.saving")
+    if os.path.exists(left):
+        os.rename(left, f"{{path}}-left-{{number}}")
     if os.path.exists(path):
         os.rename(path, f"{{path}}-{{number}}")
 """
@@ -263,7 +234,11 @@ for number in itertools.count(1):
     assert last.split()[0] == "0"
     names = ["x", "y", "c"] if renamed else ["a", "b", "c"]
     for whole in {path, *path.parent.glob("m*")}:
-        loaded = sr.load(whole, [(".*", P())], mesh())
+        try:  # a folder that was left may have all, but for its name
+            loaded = sr.load(whole, [(".*", P())], mesh())
+        except sr.FileError:
+            assert "left" in whole.name
+            continue
         assert sorted(loaded) == sorted(names)
         assert all((np.asarray(array) == 1).all() for array in loaded.values())
 
