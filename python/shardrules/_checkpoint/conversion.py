@@ -130,13 +130,13 @@ def check_kept(losses: Mapping[str, Any]) -> None:
 
 def spread_over(mesh: Any, shape: Shape) -> NamedSharding:
     """Cut an array along as much of the mesh as divides it."""
-    left = list(shape)
+    remaining = list(shape)
     cuts: list[list[str]] = [[] for _ in shape]
     for axis, size in sorted(mesh.shape.items(), key=lambda item: -item[1]):
-        fitting = [dim for dim, length in enumerate(left) if length % size == 0]
+        fitting = [dim for dim, length in enumerate(remaining) if length % size == 0]
         if size > 1 and fitting:
-            dim = max(fitting, key=left.__getitem__)
-            left[dim] //= size
+            dim = max(fitting, key=remaining.__getitem__)
+            remaining[dim] //= size
             cuts[dim].append(axis)
     return NamedSharding(mesh, PartitionSpec(*(tuple(cut) or None for cut in cuts)))
 

@@ -166,10 +166,10 @@ def load(
         kept = leaves if tree is None else tree_util.tree_leaves(tree)
         rows = zip(targets, leaves, kept, shardings, strict=True)
         values = [
-            _as_keys(next(read), like, sharding)
+            _as_keys(next(read), spec, sharding)
             if target is not None
-            else _value_instead(selection, path, like, leaf, sharding)
-            for (path, target), like, leaf, sharding in rows
+            else _value_instead(selection, path, spec, leaf, sharding)
+            for (path, target), spec, leaf, sharding in rows
         ]
         selection.tell(arrays.name)
         call.agree(lambda: [("the arrays", "read")])
@@ -214,11 +214,11 @@ def _job_of_keys(path: str, target: Target, words: ArraySpec, sharding: NamedSha
     return Job(path, plain, numpy_dtype("uint32"), of_words)
 
 
-def _as_keys(array: Any, like: Any, sharding: Any) -> Any:
+def _as_keys(array: Any, spec: Any, sharding: Any) -> Any:
     """Return random keys of their words; any other array as it is."""
-    if not jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key):
+    if not jax.numpy.issubdtype(spec.dtype, jax.dtypes.prng_key):
         return array
-    return _key_program(str(like.dtype), sharding)(array)
+    return _key_program(str(spec.dtype), sharding)(array)
 
 
 @lru_cache(maxsize=64)
@@ -253,11 +253,11 @@ def _read(
         return fill(jobs, reader, most_bytes, done)
 
 
-def _value_instead(selection: Selection, path: str, like: Any, leaf: Any, sharding: Any) -> Any:
+def _value_instead(selection: Selection, path: str, spec: Any, leaf: Any, sharding: Any) -> Any:
     """Return what stands in the place of an array that is not loaded: made anew, or the tree's."""
     if path not in selection.made:
         return leaf
-    return initial(path, selection.made[path], like, checked_sharding(path, sharding))
+    return initial(path, selection.made[path], spec, checked_sharding(path, sharding))
 
 
 def _check_dtypes(arrays: Arrays, problems: Problems) -> None:

@@ -147,11 +147,11 @@ class Template:
 
     def _check_parts(self, keyword: str, text: str) -> None:
         """Check that the fields of each part are told apart, and that a `*` is whole parts."""
-        shown = "".join(
+        outline = "".join(
             piece.replace("{", " ") if isinstance(piece, str) else f"{{{piece.name}}}"
             for piece in self._pieces
         )
-        for part in re.split("[./]", shown):
+        for part in re.split("[./]", outline):
             fields = [self.fields[name] for name in re.findall(r"\{(\w+)\}", part)]
             free = [each.name for each in fields if not each.words]
             if len(free) > 1 or (len(fields) > 1 and any(map(_overlap, fields))):
@@ -207,40 +207,40 @@ def _overlap(field: Field) -> bool:
 def _regex(words: Mapping[str, tuple[str, ...]], piece: str | Field) -> str:
     if isinstance(piece, str):
         return re.escape(piece)
-    if own := piece.words or words.get(piece.name):
-        return f"(?P<{piece.name}>{'|'.join(map(re.escape, own))})"
+    if choices := piece.words or words.get(piece.name):
+        return f"(?P<{piece.name}>{'|'.join(map(re.escape, choices))})"
     any_text = r"[^./](?:.*[^./])?" if piece.is_many else "[^./]+"
     return f"(?P<{piece.name}>{any_text})"
 
 
 def _check_fields(record: Rename, name: Template, path: Template, dims: Arrangement) -> None:
     """Check that each field is on both sides, or an axis that stacks or takes apart."""
-    for each, other, keyword, axes, what in (
+    for each, opposite, keyword, axes, what in (
         (path, name, "path", dims.unstacked, "take apart along it: dims='{} out in -> out in'"),
         (name, path, "name", dims.stacked, "stack along it: dims='out in -> {} out in'"),
     ):
-        for one in each.fields.values():
-            mirror = other.fields.get(one.name)
-            if mirror is None and one.name not in axes:
-                there = ", ".join(f"{{{key}}}" for key in other.fields) or "none"
+        for axis in each.fields.values():
+            mirror = opposite.fields.get(axis.name)
+            if mirror is None and axis.name not in axes:
+                there = ", ".join(f"{{{key}}}" for key in opposite.fields) or "none"
                 raise ValueError(
-                    f"{keyword} {getattr(record, keyword)!r} has {{{one.name}}}, and the other "
-                    f"side has {there}; write it there, too, or {what.format(one.name)}"
+                    f"{keyword} {getattr(record, keyword)!r} has {{{axis.name}}}, and the other "
+                    f"side has {there}; write it there, too, or {what.format(axis.name)}"
                 )
-            if mirror is not None and one.name in axes:
+            if mirror is not None and axis.name in axes:
                 raise ValueError(
-                    f"{{{one.name}}} is in name and path, so dims {record.dims!r} cannot stack or "
-                    "take apart along it"
+                    f"{{{axis.name}}} is in name and path, so dims {record.dims!r} cannot "
+                    "stack or take apart along it"
                 )
-            if mirror is None and one.is_many:
-                raise ValueError(f"{{{one.name}*}} must be in name and path")
+            if mirror is None and axis.is_many:
+                raise ValueError(f"{{{axis.name}*}} must be in name and path")
             if mirror is not None and (
-                one.is_many != mirror.is_many
-                or (one.words and mirror.words and len(one.words) != len(mirror.words))
+                axis.is_many != mirror.is_many
+                or (axis.words and mirror.words and len(axis.words) != len(mirror.words))
             ):
                 raise ValueError(
-                    f"{{{one.name}}} is not alike in name and path: give as many words, or a * on "
-                    "both sides"
+                    f"{{{axis.name}}} is not alike in name and path: give as many words, or a "
+                    "* on both sides"
                 )
 
 
@@ -282,7 +282,7 @@ def _check_axes(record: Rename, name: Template, path: Template, dims: Arrangemen
 def _checked_size(keyword: str, axis: str, size: Any) -> int | tuple[int, ...]:
     if not isinstance(size, tuple | list):
         return integer(f"{keyword}[{axis!r}]", size, 1)
-    return tuple(integer(f"{keyword}[{axis!r}][{i}]", one, 1) for i, one in enumerate(size))
+    return tuple(integer(f"{keyword}[{axis!r}][{i}]", each, 1) for i, each in enumerate(size))
 
 
 class DirectedRename:
@@ -305,11 +305,11 @@ class DirectedRename:
         self._found, self._made = (path, name) if is_back else (name, path)
         self.text = (rename.path or "") if is_back else rename.name
         self._words = {
-            key: (self._found.fields[key].words or other.words, other.words)
-            for key, other in self._made.fields.items()
+            key: (self._found.fields[key].words or made_field.words, made_field.words)
+            for key, made_field in self._made.fields.items()
             if key in self._found.fields
         }
-        both = {key: found for key, (found, _) in self._words.items() if found}
+        both = {key: source_words for key, (source_words, _) in self._words.items() if source_words}
         self._search = self._found.regex(both).fullmatch
         dims = None if rename.dims is None else arrangement(rename.dims)
         self.dims = Arrangement(*dims[::-1]) if dims is not None and is_back else dims
@@ -344,9 +344,9 @@ class DirectedRename:
                 texts[key] = each.words[part[key]] if each.words else str(part[key])
                 continue
             text = values[key]
-            found, made = self._words[key]
-            if made and found != made:
-                text = made[found.index(text)]
+            words, others = self._words[key]
+            if others and words != others:
+                text = others[words.index(text)]
             if each.is_many and self._made.separator:
                 text = re.sub("[./]", self._made.separator, text)
             texts[key] = text

@@ -121,15 +121,15 @@ def reshard(
     donated = Donated(sources if gives_up else ())
     batches = list(in_batches(moves, most, lambda i: moves[i].bytes))
     for batch in batches:
-        made, losses = [], {}
+        cast_arrays, losses = [], {}
         for i in batch:
             try:
                 array, losses[leaf_path(abstract, i)] = moves[i].make()
             except LossError as error:
                 raise ValueError(f"{leaf_path(abstract, i)}: {error}") from None
-            made.append(array)
+            cast_arrays.append(array)
         check_kept(losses)
-        arrays = put(made, [moves[i].sharding for i in batch])
+        arrays = put(cast_arrays, [moves[i].sharding for i in batch])
         if gives_up or len(batches) > 1:
             jax.block_until_ready(arrays)
         for i, array in zip(batch, arrays, strict=True):

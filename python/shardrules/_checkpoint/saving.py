@@ -126,7 +126,7 @@ def save(
             f"write {target.stem!r}"
         )
     folder = target.with_name(f".{target.name}.saving")
-    first, made = jax.process_index() == 0, False
+    first, owns_folder = jax.process_index() == 0, False
     try:
         with JointCall("save") as call:
             followed = check_items(
@@ -143,7 +143,7 @@ def save(
                 _check_absent(folder)
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 folder.mkdir()
-                made = True
+                owns_folder = True
                 for file in files:
                     file.make(folder)
             call.agree(
@@ -163,12 +163,12 @@ def save(
             if first:
                 _publish(folder, target, files)
                 # The next save may have a folder of this name.
-                made = False
+                owns_folder = False
             call.agree(lambda: [("the directory", "named")])
     except OSError as error:
         raise FileError(f"{target}: {error.strerror or error}; nothing was saved") from error
     finally:
-        if made:
+        if owns_folder:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -209,7 +209,7 @@ def _arrays_to_write(tree: Any, renames: Sequence[Rename]) -> list[_Entry]:
         specs[name] = ArraySpec(tuple(leaf.shape), dtype)
     problems = Problems("the tree", in_file=False)
     targets = targets_of(specs, records, problems, forwards(renames))
-    for name in targets.left if renames else ():
+    for name in targets.unfound if renames else ():
         problems.add(
             "left over: no Rename finds it; Rename('{name*}', '{name*}') at the end saves the rest "
             "under their own names",
@@ -245,8 +245,8 @@ def _made(target: Target, live: Mapping[str, Any]) -> Any:
 
 def _check_double(name: str, double: Target, target: Target, live: Mapping[str, Any]) -> None:
     """Check that what a `shared` record made is still a copy."""
-    copy, own = (_made(each, live) for each in (double, target))
-    if copy.shape != own.shape or not jax.numpy.array_equal(copy, own, equal_nan=True):
+    copy, saved = (_made(each, live) for each in (double, target))
+    if copy.shape != saved.shape or not jax.numpy.array_equal(copy, saved, equal_nan=True):
         raise ValueError(
             f"renames: {double.parts[0].source} is no copy of {name} any more, as shared=True "
             "says; give a Rename without shared, so that both are saved"
@@ -341,10 +341,10 @@ def _tiled(boxes: list[_Values]) -> list[_Values]:
     hull = hull_of([box for box, _ in boxes])
     if len(boxes) < 2 or prod(box_shape(hull)) != sum(values.size for _, values in boxes):
         return boxes
-    whole = np.empty(box_shape(hull), boxes[0][1].dtype)
+    joined = np.empty(box_shape(hull), boxes[0][1].dtype)
     for box, values in boxes:
-        whole[slices_in(box, hull)] = values
-    return [(hull, whole)]
+        joined[slices_in(box, hull)] = values
+    return [(hull, joined)]
 
 
 def _write_box(file: int, start: int, shape: Shape, box: Box, values: Any) -> None:

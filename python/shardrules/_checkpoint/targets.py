@@ -92,7 +92,7 @@ class Targets(NamedTuple):
     by_path: dict[str, Target]
     doubles: list[tuple[str, Target]]
     """What `shared` records would have made of paths that other arrays make."""
-    left: list[str]
+    unfound: list[str]
     """The names that no record finds; they are paths, too."""
 
 
@@ -142,20 +142,20 @@ def targets_of(
     if not records:
         plain = {name: plain_target(name, array) for name, array in arrays.items()}
         return Targets(plain, [], list(arrays))
-    found, left, used = _found_parts(arrays, records, problems, forward)
+    parts_by_path, unfound, finding = _found_parts(arrays, records, problems, forward)
     targets, doubles = {}, []
-    for path, parts in found.items():
+    for path, parts in parts_by_path.items():
         # An array of the path's own goes before what is shared.
-        own = [part for part in parts if part.record is None or not part.record.rename.shared]
+        unshared = [part for part in parts if part.record is None or not part.record.rename.shared]
         try:
-            targets[path] = _target(own or parts, arrays)
-            if own and len(own) < len(parts):
-                shared = [part for part in parts if part not in own]
+            targets[path] = _target(unshared or parts, arrays)
+            if unshared and len(unshared) < len(parts):
+                shared = [part for part in parts if part not in unshared]
                 doubles.append((path, _target(shared, arrays)))
         except _MisfitError as error:
             problems.add(str(error), path)
     for record in records:
-        if record.rename.optional or id(record) in used or _finds(record, arrays):
+        if record.rename.optional or id(record) in finding or _finds(record, arrays):
             continue
         problems.add(
             "this Rename finds no array; correct its name, with {layer} for what differs in it, "
@@ -163,7 +163,7 @@ def targets_of(
             record.text,
             [*arrays],
         )
-    return Targets(targets, doubles, left)
+    return Targets(targets, doubles, unfound)
 
 
 def _found_parts(
@@ -173,28 +173,28 @@ def _found_parts(
     forward: Sequence[DirectedRename],
 ) -> tuple[dict[str, list[_Found]], list[str], set[int]]:
     """Return (the parts of each path, the names left, the ids of records that find a name)."""
-    found: dict[str, list[_Found]] = defaultdict(list)
-    used: set[int] = set()
-    left = []
+    parts_by_path: dict[str, list[_Found]] = defaultdict(list)
+    finding: set[int] = set()
+    unfound = []
     for name, array in arrays.items():
         matches = list(_matches(name, records))
-        used |= {id(record) for record, _ in matches}
+        finding |= {id(record) for record, _ in matches}
         has_own = bool(matches) and not matches[-1][0].rename.shared
         if has_own and matches[-1][0].is_back:
             # A leaf that has a record of its own is no copy of another.
             matches = matches[-1:]
         if not has_own and not (matches and matches[-1][0].is_back):
-            left.append(name)
-            found[name].append(_Found(name, None, *_as_it_is(array.shape), {}))
+            unfound.append(name)
+            parts_by_path[name].append(_Found(name, None, *_as_it_is(array.shape), {}))
         for record, values in matches:
             try:
                 for path, part in _parts(name, array.shape, record, values):
                     if record.is_back:
                         _check_back(record, values, name, path, forward)
-                    found[path].append(part)
+                    parts_by_path[path].append(part)
             except _MisfitError as error:
                 problems.add(str(error), name)
-    return found, left, used
+    return parts_by_path, unfound, finding
 
 
 def plain_target(name: str, array: ArraySpec) -> Target:
@@ -232,8 +232,8 @@ def _parts(
         return
     stacked = {axis: _position(record, axis, values[axis]) for axis in record.stacked}
     for region in _regions(record, shape, stacked):
-        found = _Found(name, record, region.form, region.starts, stacked)
-        yield record.path(values, region.which), found
+        part = _Found(name, record, region.form, region.starts, stacked)
+        yield record.path(values, region.which), part
 
 
 def _check_back(
@@ -361,10 +361,11 @@ def _measured(
         raise _MisfitError(f"its rename needs the sizes of all but one of {', '.join(group)}")
     rest = size // ends[-1] if unknown and ends[-1] else 1
     if ends[-1] * rest != size:
-        said = {**record.rename.sizes, **counts}
-        shown = [f"{each}={said[each]}" if each in said else each for each in group]
+        of_axes = {**record.rename.sizes, **counts}
+        factors = [f"{each}={of_axes[each]}" if each in of_axes else each for each in group]
+        product_shown = " x ".join(factors) or "1"
         raise _MisfitError(
-            f"its dimension of {counted(size, 'element')} is not one of {' x '.join(shown) or '1'}"
+            f"its dimension of {counted(size, 'element')} is not one of {product_shown}"
         )
     sizes |= dict.fromkeys(unknown, rest)
     return (ends[at] * rest, ends[at + 1] * rest) if axis else (0, size)
@@ -375,40 +376,40 @@ def _count(record: DirectedRename, axis: str, dims: Arrangement, shape: Shape) -
     size, group = next(row for row in zip(shape, dims.source, strict=True) if axis in row[1])
     if words := record.words(axis):
         return len(words)
-    said = [record.rename.sizes.get(each) for each in group]
-    if isinstance(own := record.rename.sizes.get(axis), int):
-        return own
-    several = next((len(each) for each in said if isinstance(each, tuple)), None)
+    given_sizes = [record.rename.sizes.get(each) for each in group]
+    if isinstance(count := record.rename.sizes.get(axis), int):
+        return count
+    several = next((len(each) for each in given_sizes if isinstance(each, tuple)), None)
     if several is not None:
         return several
-    others = [each for each in said if isinstance(each, int)]
+    others = [each for each in given_sizes if isinstance(each, int)]
     if len(others) < len(group) - 1:
         raise _MisfitError(f"its rename needs words for {{{axis}}}, its size, or all others'")
     return size // prod(others)
 
 
-def _target(found: Sequence[_Found], arrays: Mapping[str, ArraySpec]) -> Target:
+def _target(members: Sequence[_Found], arrays: Mapping[str, ArraySpec]) -> Target:
     """Put the parts of a target together."""
-    first = found[0]
+    first = members[0]
     axes = _stacking_axes(first)
-    if any(_stacking_axes(part) != axes for part in found):
+    if any(_stacking_axes(part) != axes for part in members):
         raise _MisfitError("renames with different dims make it; only one can stack arrays")
-    dtypes = sorted({_dtype(part, arrays) for part in found})
+    dtypes = sorted({_dtype(part, arrays) for part in members})
     if len(dtypes) > 1:
         raise _MisfitError(f"its parts have the dtypes {', '.join(dtypes)}; give one in dtype")
-    if len({tuple(part.stacked.values()) for part in found}) < len(found):
-        names = ", ".join(repr(part.name) for part in found[:3])
+    if len({tuple(part.stacked.values()) for part in members}) < len(members):
+        names = ", ".join(repr(part.name) for part in members[:3])
         raise _MisfitError(f"several arrays would become it: {names}; rename or leave out one")
-    starts = {dim: _stack_starts(dim, axis, found) for dim, axis in axes.items()}
+    starts = {dim: _stack_starts(dim, axis, members) for dim, axis in axes.items()}
     count = prod(len(starts_of_dim) - 1 for starts_of_dim in starts.values())
-    if len(found) < count:
+    if len(members) < count:
         raise _MisfitError(
-            f"it stacks {counted(count, 'array')}, and the checkpoint has {len(found):,}; is it "
+            f"it stacks {counted(count, 'array')}, and the checkpoint has {len(members):,}; is it "
             "whole?"
         )
     shapes = {
         tuple(starts[i][-1] if i in starts else n for i, n in enumerate(part.form.target))
-        for part in found
+        for part in members
     }
     if len(shapes) > 1:
         raise _MisfitError(f"its parts have different shapes: {sorted(map(list, shapes))}")
@@ -426,7 +427,7 @@ def _target(found: Sequence[_Found], arrays: Mapping[str, ArraySpec]) -> Target:
                 for dim in range(len(shape))
             ),
         )
-        for part in found
+        for part in members
     )
     has_own = first.record is not None and first.record.rename.dtype is not None
     return Target(tuple(shape), dtypes[0], parts, has_own, tuple(shape) != filled)
@@ -452,14 +453,14 @@ def _dtype(part: _Found, arrays: Mapping[str, ArraySpec]) -> str:
     return goal
 
 
-def _stack_starts(dim: int, axis: str, found: Sequence[_Found]) -> list[int]:
+def _stack_starts(dim: int, axis: str, members: Sequence[_Found]) -> list[int]:
     """Return where each stacked array begins in a dimension of the target; and the end."""
     sizes: dict[int, int] = {}
-    for part in found:
+    for part in members:
         size = part.form.target[dim]
         if sizes.setdefault(part.stacked[axis], size) != size:
             raise _MisfitError(f"its parts have different sizes along {axis!r}")
-    record = found[0].record
+    record = members[0].record
     words = () if record is None else record.words(axis)
     count = len(words) or max(sizes) + 1
     if len(sizes) < count:

@@ -124,16 +124,16 @@ def _identity(value: Any) -> str:
     return f"{array.dtype}{list(array.shape)} {hashlib.sha256(array.tobytes()).hexdigest()[:16]}"
 
 
-def initial(path: str, value: Any, like: Any, sharding: NamedSharding) -> Any:
+def initial(path: str, value: Any, spec: Any, sharding: NamedSharding) -> Any:
     """Make a leaf on its devices."""
     try:
         if callable(value):
-            return _init_program(value, like.shape, like.dtype, sharding)()
+            return _init_program(value, spec.shape, spec.dtype, sharding)()
         array = np.asarray(value)
-        if array.ndim and array.shape != like.shape:
-            raise LossError(_other_shape(array.shape, like.shape))
-        array = np.broadcast_to(converted(array, np.dtype(like.dtype)), like.shape)
-        return jax.make_array_from_callback(like.shape, sharding, array.__getitem__)
+        if array.ndim and array.shape != spec.shape:
+            raise LossError(_other_shape(array.shape, spec.shape))
+        array = np.broadcast_to(converted(array, np.dtype(spec.dtype)), spec.shape)
+        return jax.make_array_from_callback(spec.shape, sharding, array.__getitem__)
     except LossError as error:
         raise ValueError(f"missing: the value of {path}: {error}") from None
 
@@ -202,10 +202,10 @@ def _converted(
     return [
         (shape, target.dtype)
         if target is not None and target.has_own_dtype
-        else (shape, own)
-        if not is_plain_float(own) or (target is not None and target.parts[0].source in scales)
+        else (shape, before)
+        if not is_plain_float(before) or (target is not None and target.parts[0].source in scales)
         else (shape, dtype)
-        for (shape, own), target in zip(tree_specs, targets, strict=True)
+        for (shape, before), target in zip(tree_specs, targets, strict=True)
     ]
 
 
@@ -276,10 +276,12 @@ def _in_tree(
         if row < 0:
             if selection.makes(path):
                 continue
-            alike = [name for name in targets if targets[name].shape == shape and "embed" in name]
+            embeddings = [
+                name for name in targets if targets[name].shape == shape and "embed" in name
+            ]
             tied = (
-                f"; if {alike[0]} is it, too: Rename({alike[0]!r}, {path!r}, shared=True)"
-                if alike and ("head" in path or "output" in path)
+                f"; if {embeddings[0]} is it, too: Rename({embeddings[0]!r}, {path!r}, shared=True)"
+                if embeddings and ("head" in path or "output" in path)
                 else ""
             )
             problems.add(f"missing: the tree wants {dtype}{list(shape)}{tied}", path, unused)
