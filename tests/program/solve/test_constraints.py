@@ -168,10 +168,8 @@ def test_other_arguments_are_refused():
     step = traced(mesh)
     run = constrained_step(step, layout(step), mesh)
     params, rows = values(mesh, 1)
-    with pytest.raises(ValueError, match=r"traced with arrays of .*(8,)"):
+    with pytest.raises(ValueError, match=r"traced with arrays of .*\(8,\).*given .*\(4,\)"):
         run(params, rows[:4])
-    with pytest.raises(ValueError, match="traced with arrays of"):
-        run(params["layers"] | {"embed": params["embed"], "turn": params["turn"]}, rows)
 
 
 def test_an_explicit_mesh_is_refused():

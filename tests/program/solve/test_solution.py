@@ -246,17 +246,6 @@ def test_code_by_device_keeps_its_specs():
 # The space, and what is refused
 
 
-def traced(rows=4096):
-    plan = sr.plan(TREE, [(".*", ())], {"fsdp": 4, "tp": 2})
-    return sr.trace(train, plan, shape(rows, 512))
-
-
-def test_few_rows_leave_the_weights_where_they_are():
-    solution = sr.solve(traced(8), {"fsdp": 4, "tp": 2}, hardware="v5p")
-    up, down = (solution.plan.kind(name).spec for name in ("up", "down"))
-    assert (up, down) == (P(None, ("fsdp", "tp")), P(("fsdp", "tp"), None))
-
-
 def layers(params, x):
     body = lambda x, w: (x + jnp.tanh(x @ w["a"]) @ w["b"], None)  # noqa: E731
     return jnp.sum(jax.lax.scan(body, x, params)[0] ** 2)
@@ -292,10 +281,9 @@ def test_what_does_not_fit_says_by_how_much():
 
 
 def test_a_time_limit_gives_the_best_so_far_with_its_gap():
-    step = traced(64)
-    whole = sr.solve(step, {"fsdp": 4, "tp": 2}, hardware="v5p")
+    whole = solved(64)
     assert (whole.gap, whole.bound) == (0, whole.seconds)
-    ended = sr.solve(step, {"fsdp": 4, "tp": 2}, hardware="v5p", time_limit=0)
+    ended = solved(64, time_limit=0)
     assert 0 < ended.bound <= whole.seconds <= ended.seconds
     assert ended.gap == pytest.approx(1 - ended.bound / ended.seconds)
     assert ended.gap > 0
@@ -306,8 +294,7 @@ def test_an_interrupt_gives_the_best_so_far(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("shardrules._program.solve.search.Search.prove", interrupt)
-    solution = sr.solve(traced(64), {"fsdp": 4, "tp": 2}, hardware="v5p")
-    assert solution.gap > 0
+    assert solved(64).gap > 0
 
 
 def test_what_is_not_modelled_is_whole_and_named():
@@ -326,7 +313,7 @@ def test_a_step_without_products_and_a_mesh_of_one_device_have_solutions():
     tree = {"w": shape(8, 8)}
     added = sr.trace(lambda params, x: params["w"] + x, tree, shape(8, 8))
     assert sr.solve(added, {"fsdp": 2}, hardware="v5p").seconds == 0
-    alone = sr.solve(traced(), {"fsdp": 1}, hardware="v5p")
+    alone = solved(4096, {"fsdp": 1})
     assert (alone.gap, alone.candidates[0].predicted.sent) == (0, {})
 
 
