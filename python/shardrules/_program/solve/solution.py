@@ -272,7 +272,8 @@ def solve(
     hardware = hardware_on(topology, hardware)
     if isinstance(on, Topology):
         axes = _AXES if step.mesh is None else tuple(step.mesh.shape)
-        meshes: list[Any] = list(on.meshes(axes))
+        # Of those alike the first is the answer: that with most devices along the first axes.
+        meshes: list[Any] = sorted(on.meshes(axes), key=lambda row: [-n for n in row.values()])
         left_out = tuple(on._other_meshes(axes))
     else:
         left_out = ()
