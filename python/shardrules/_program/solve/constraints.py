@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 # What makes arrays that XLA may shard otherwise; elementwise operations follow their operands.
 _MAKES: Final = frozenset(
-    ["dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "gather",
+    ["dot_general", "ragged_dot_general", "conv_general_dilated", "gather",
      "scatter-add", "scatter", "concatenate", "cumsum", "sort", "top_k"]
 )  # fmt: skip
 # Arrays of a smaller part of the largest one are left to XLA; of what is sent for an operation it

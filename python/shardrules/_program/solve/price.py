@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from shardrules._program.step.equations import TracedOperation
     from shardrules._program.topologies.topology import Links, Topology
 
-PRODUCTS: Final = frozenset(
-    ["dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"]
-)
+PRODUCTS: Final = frozenset(["dot_general", "ragged_dot_general", "conv_general_dilated"])
 # What XLA makes an operation of its own; all else it computes where it is read.
 _MADE: Final = PRODUCTS | frozenset((
     "gather", "scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter_max",

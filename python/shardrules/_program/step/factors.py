@@ -248,12 +248,9 @@ def _ragged_dot(op: _Operation) -> Rule:
 
     Or, if the rows are summed over as for the kernels' gradients, of a product for each expert.
     """
-    numbers = op.params.get("ragged_dot_dimension_numbers")
-    dots: Any = ((1,), (1,)), ((), ())
-    ragged, group = (0,), (0,)
-    if numbers is not None:
-        dots, ragged = numbers.dot_dimension_numbers, tuple(numbers.lhs_ragged_dimensions)
-        group = tuple(numbers.rhs_group_dimensions)
+    numbers = op.params["ragged_dot_dimension_numbers"]
+    dots, ragged = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions
+    group = numbers.rhs_group_dimensions
     (left_summed, right_summed), (left_batch, right_batch) = dots
     left_both, right_both = (*left_summed, *left_batch), (*right_summed, *right_batch)
     lhs, rhs = _multiplied(op, left_both, right_both)
@@ -490,7 +487,7 @@ _BY_NAME: Final[dict[str, Callable[[_Operation], Rule]]] = {
     """reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor reduce argmax
     argmin""": _reduce,
     "dot_general": _dot,
-    "ragged_dot ragged_dot_general": _ragged_dot,
+    "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _convolution,
     "gather": _gather,
     """scatter scatter-add scatter_add scatter-mul scatter_mul scatter-max scatter_max scatter-min

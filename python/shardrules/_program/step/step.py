@@ -459,7 +459,7 @@ class Roles:
             return
         if operation.name == "dot_general":
             self._see_dot(operation)
-        elif operation.name.startswith("ragged_dot"):
+        elif operation.name == "ragged_dot_general":
             sizes = operation.inputs[2]
             if sizes is not None:
                 self._name((c for dims in self._dims_of(sizes) for c in dims), "experts")
