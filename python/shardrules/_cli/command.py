@@ -53,10 +53,10 @@ class Option(click.Option):
             needed = " or ".join(others[name].get_error_hint(ctx) for name in self.needs)
             raise click.UsageError(f"{self.get_error_hint(ctx)} needs {needed}.", ctx)
         source = ctx.get_parameter_source(str(self.name))
-        for other in (others[name] for name in self.excludes if name in others):
+        for excluded in (others[name] for name in self.excludes if name in others):
             # A job's own are no contradiction to those of the command line.
-            if _is_given(ctx, other) and ctx.get_parameter_source(str(other.name)) is source:
-                pair = f"{self.get_error_hint(ctx)} and {other.get_error_hint(ctx)}"
+            if _is_given(ctx, excluded) and ctx.get_parameter_source(str(excluded.name)) is source:
+                pair = f"{self.get_error_hint(ctx)} and {excluded.get_error_hint(ctx)}"
                 raise click.UsageError(f"{pair} exclude each other: leave out either.", ctx)
 
 
@@ -159,16 +159,16 @@ def command(example: str, *, has_jobs: bool = False) -> Callable[[Any], click.Co
 
     def make(function: Any) -> click.Command:
         about, name = inspect.cleandoc(function.__doc__), function.__name__
-        own, function.__click_params__ = function.__click_params__, []
+        options, function.__click_params__ = function.__click_params__, []
         for decorate in reversed(_OF_JOBS * has_jobs + _OF_ALL):
             decorate(function)
-        function.__click_params__ += own  # click reverses them
-        made = click.command(
+        function.__click_params__ += options  # click reverses them
+        command = click.command(
             name, cls=Command, context_settings=CONTEXT, help=about,
             short_help=about.partition("\n\n")[0], epilog=f"Example: shardrules {name} {example}",
         )(function)  # fmt: skip
-        made.has_jobs = has_jobs
-        return made
+        command.has_jobs = has_jobs
+        return command
 
     return make
 
@@ -202,5 +202,5 @@ def commands() -> Iterator[Command]:
 
 def command_named(name: str) -> Command:
     """Import the command of this name."""
-    made: Command = getattr(importlib.import_module(f".commands.{name}", __package__), name)
-    return made
+    command: Command = getattr(importlib.import_module(f".commands.{name}", __package__), name)
+    return command

@@ -43,11 +43,11 @@ def plan_model(
         file = read_rule_source(how.rules, how.dialect)
         optional = file.rules.optional_axes + optional_axes
         if isinstance(file.rules, Rules):
-            given: Any = Rules(file.rules, optional_axes=optional)
+            rules: Any = Rules(file.rules, optional_axes=optional)
         else:
-            given = LogicalRules(file.rules, optional_axes=optional)
+            rules = LogicalRules(file.rules, optional_axes=optional)
         name, tree, names = read_tree(source, file.rules.dialect)
-        planned = plan(tree, given, mesh, companions=file.companions, names=names)
+        planned = plan(tree, rules, mesh, companions=file.companions, names=names)
     notes = [f"note: these rules are not read: {unread}" for unread in file.unread]
     if isinstance(file.rules, Rules):  # whose time has no bound
         slow = [

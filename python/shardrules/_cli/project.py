@@ -78,8 +78,8 @@ def _jobs_of(command: Command, path: Path, jobs: Jobs, name: str | None) -> Jobs
         if name not in jobs:
             raise click.UsageError(f"--job: there is no job {name!r}{did_you_mean(name, jobs)}")
         jobs = {name: jobs[name]}
-    if own := {job: jobs[job] for job in jobs if _is_of(command, jobs[job])}:
-        return own
+    if jobs_of_command := {job: jobs[job] for job in jobs if _is_of(command, jobs[job])}:
+        return jobs_of_command
     which = "no job is" if name is None else f"job {name} is not"
     raise click.UsageError(f"{path}: {which} for {command.name}, which needs {_needed(command)}")
 
@@ -152,17 +152,17 @@ def read_jobs(path: Path) -> Jobs:
             "mesh"
         )
     of_all = {key: table[key] for key in table if key != "jobs"}
-    whole: Jobs = {}
+    merged: Jobs = {}
     for name, job in jobs.items():
         where = f"{path}: job {name}"
         if not isinstance(job, dict):
             raise FileError(f'{where}: it is {shown(job)}; write a table with model = "model.json"')
-        whole[name] = {**of_all, **job}
-        if not any(_is_of(command, whole[name]) for command in _job_commands()):
+        merged[name] = {**of_all, **job}
+        if not any(_is_of(command, merged[name]) for command in _job_commands()):
             raise FileError(f"{where}: it has neither a model to check nor a function to prove")
-        _check(where, job, [whole[name]])
-    _check(f"{path}", of_all, [*whole.values()])
-    return whole
+        _check(where, job, [merged[name]])
+    _check(f"{path}", of_all, [*merged.values()])
+    return merged
 
 
 def _job_commands() -> Iterator[Command]:
@@ -172,8 +172,11 @@ def _job_commands() -> Iterator[Command]:
 
 def _by_key(command: Command) -> dict[str, Any]:
     """Return {key of a job: a parameter of the command}."""
-    own = [each for each in command.params if getattr(each, "in_job", False)]
-    return {str(parameter.name).replace("_", "-"): parameter for parameter in own}
+    return {
+        str(parameter.name).replace("_", "-"): parameter
+        for parameter in command.params
+        if getattr(parameter, "in_job", False)
+    }
 
 
 def _parameters() -> dict[str, Any]:
@@ -194,23 +197,25 @@ def _check(where: str, table: dict[str, Any], jobs: list[dict[str, Any]]) -> Non
 
     What a value means is for each command.
     """
-    own = [command for command in _job_commands() if any(_is_of(command, job) for job in jobs)]
-    known = _parameters()
+    job_commands = [
+        command for command in _job_commands() if any(_is_of(command, job) for job in jobs)
+    ]
+    parameters = _parameters()
     with naming(where):
-        check_keys("", table, known)
+        check_keys("", table, parameters)
     for key, value in table.items():
-        types = _types_of(known[key])
+        types = _types_of(parameters[key])
         if type(value) not in types or value == "":
             written = " or ".join(_WRITTEN[kind] for kind in dict.fromkeys(reversed(types)))
             raise FileError(f"{where}: {key} is {shown(value)}; write {written}")
         for item in value if isinstance(value, list) else ():
             if not isinstance(item, str):
                 raise FileError(f"{where}: {key} has {shown(item)}; write a list of texts")
-        readers = [_by_key(command)[key] for command in own if key in _by_key(command)]
+        readers = [_by_key(command)[key] for command in job_commands if key in _by_key(command)]
         if not readers:
             reader = next(command for command in _job_commands() if key in _by_key(command))
             raise FileError(f"{where}: {key} is of {reader.name}, which needs {_needed(reader)}")
         for item in value if isinstance(value, dict) else ():
-            reasons = [one.type.odd(item) for one in readers if isinstance(one.type, KeyValues)]
+            reasons = [each.type.odd(item) for each in readers if isinstance(each.type, KeyValues)]
             if reasons and all(reasons):
                 raise FileError(f"{where}: {key}: {reasons[0]}")

@@ -45,9 +45,9 @@ def show_findings(
         print(commands or findings.notes[0])
         return
     for finding in findings:
-        label, message, *more = finding_lines(finding)
+        label, message, *details = finding_lines(finding)
         print_text(f"{click.style(label, **_STYLES[finding.level])}: {message}")
-        print_text(_DECLARED.sub(_as_option, "\n".join(more)))
+        print_text(_DECLARED.sub(_as_option, "\n".join(details)))
     print_hint("text", click.style(findings.notes[0], bold=True))
 
 

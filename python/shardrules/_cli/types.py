@@ -178,7 +178,7 @@ def _odd_sent(key: str) -> str:
 FILE: Final = click.Path(readable=False)  # whose names shells complete
 FILE.name = "file"
 MESH = Type("mesh", _mesh, str, dict)
-AXES, NAMES = Type("axes", _axes, str, list), Type("names", _names, str, list)
+AXES = Type("axes", _axes, str, list)
 BYTES, MEMORY = Type("bytes", _bytes, str, int), Type("bytes", _memory, str, int)
 TOPOLOGY = Type("topology", _topology)
 SHARE = Type("share", _share)

@@ -33,18 +33,18 @@ def plan(
 
     planning.check_targets({"--lock": lock, "--html": html}, (model, *how.rules))
     planned = planning.plan_model(model, how, mesh)
-    made, hbm = planned.plan, memory.hbm
-    needed = made.bytes_per_device(**memory.training)
+    model_plan, hbm = planned.plan, memory.hbm
+    needed = model_plan.bytes_per_device(**memory.training)
     # Made before anything is written: a failure leaves no file behind.
     page = html and _page(planned, memory)
     if lock:
-        made.lock(lock)
+        model_plan.lock(lock)
     if html and page:
         show.write_report(html, page)
     if format == "json":
-        print(plan_json(made, needed, hbm))
+        print(plan_json(model_plan, needed, hbm))
         return
-    print(heading(made), *plan_table(made, made.folded).lines(), needed, sep="\n")
+    print(heading(model_plan), *plan_table(model_plan, model_plan.folded).lines(), needed, sep="\n")
     if hbm is not None:
         print(f"{'fits' if needed.max <= hbm else 'DOES NOT FIT'} into {bytes_shown(hbm)}")
 

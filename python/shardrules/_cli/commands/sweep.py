@@ -98,5 +98,5 @@ def _print(table: Table, count: int, what: str, notes: Sequence[str] = ()) -> No
     """Print the first rows, and how many more there are."""
     from shardrules._base.text import and_more, printable
 
-    more = map(printable, (*and_more(count, _MOST_ROWS, what), *notes))
-    print(*table.lines(), *more, sep="\n")
+    below = map(printable, (*and_more(count, _MOST_ROWS, what), *notes))
+    print(*table.lines(), *below, sep="\n")
