@@ -432,7 +432,6 @@ def test_the_page_has_the_compiled_program(program):
     plan, report = program
     last = plan.to_html(sections=[report]).rpartition("<h2>")[2]
     assert last.startswith("Compiled program</h2>")
-    assert escape(report._repr_html_()[:40], quote=False)[5:] in escape(last, quote=False)
     assert "all-gather" in last
     assert "f32[512,512]" in last
 
