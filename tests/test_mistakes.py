@@ -423,6 +423,12 @@ OF_RENAMES = {
     "renames in a dict": (lambda: saved(renames={"wq": "q"}), "(a dict)", "a sequence of Renames"),
     "a rename of save in a dict": (lambda: sr.save(ARRAYS, CHECKPOINT / "k", renames={"a": "b"}), "(a dict)", "a sequence of Renames"),
     "numbers beside arrays to save": (lambda: sr.save({"a": np.ones(2), "step": 3}, CHECKPOINT / "k"), "step is an int", "jax.numpy.asarray(3)"),
+    "an object to save": (lambda: sr.save(object(), CHECKPOINT / "k"), "an object, and no array", "give arrays"),
+    "a folder that is not there": (lambda: (sr.save({"a": np.ones(2)}, CHECKPOINT / "no" / "k"), saved(source=CHECKPOINT / "no" / "m")), "m: No such file", "check the name"),
+    "a head that is the embedding": (lambda: (sr.save({"embed": np.ones((4, 4), "float32")}, CHECKPOINT / "e"), saved(source=CHECKPOINT / "e", tree={"embed": SHAPE((4, 4), "float32"), "lm_head": SHAPE((4, 4), "float32")})), "lm_head: missing", "Rename('embed', 'lm_head', shared=True)"),
+    "no lock of a program": (lambda: sr.inspect(COMPILED, (None,)).diff("no.lock"), "'no.lock'", "Program.lock(path) writes one"),
+    "a plan's lock for a program": (lambda: sr.inspect(COMPILED, (None,)).diff(PLAN.lock()), "but of a plan, which Plan.diff compares", "Program.lock"),
+    "a program's lock for a plan": (lambda: sr.Plan.from_lock(sr.inspect(COMPILED, (None,)).lock()), "that of a program, which Program.diff compares", "Plan.lock"),
     "a model of the hub": (lambda: sr.read_model("meta-llama/Llama-3.1-8B"), "no such file", "hf download meta-llama/Llama-3.1-8B --local-dir DIRECTORY"),
 }  # fmt: skip
 
