@@ -282,56 +282,57 @@ def large_results(
 
 def changed(executable: Executable, carried: Sequence[State]) -> Iterator[Finding]:
     """Yield findings about states that come out with another sharding, memory or dtype."""
-    inputs, outputs = executable.inputs, executable.outputs
-    fix = _placed_by(executable.call.library, "the arrays of the new state")
+    side = executable.inputs
+    placing = _placed_by(executable.call.library, "the arrays of the new state")
+    casting = "cast the new state to the dtypes of the old one"
     for state in carried:
-        sides = ((inputs, state.inputs), (outputs, state.outputs))
-        before, after = (at(side.shardings, leaves) for side, leaves in sides)
         name, when = _STATE_WORDS[state.evidence]
-        # The same objects, as a rule.
-        if before != after:
-            level: Level = "warning" if state.evidence == "alike" else "error"
-            ranks = [len(shape) for shape in at(inputs.shapes, state.inputs)]
-            for (old, new), rows in _resharded(before, after, ranks):
-                leaves = [state.inputs[i] for i in rows]
-                moved = sum(map(inputs.bytes_of, leaves))
-                message = (
-                    f"{counted(len(rows), 'leaf')} of {name}: in as {old}, out as {new}: {when} "
-                    f"compiles again, or moves them back, {bytes_shown(moved)} to each device"
-                )
-                yield inputs.finding(level, "fixed-point", message, fix, leaves, bytes=moved)
-        dtypes = [at(side.dtypes, leaves) for side, leaves in sides]
-        casts: dict[tuple[str, str], list[int]] = defaultdict(list)
-        for leaf, old, new in (
-            zip(state.inputs, *dtypes, strict=True) if dtypes[0] != dtypes[1] else ()
-        ):
-            if old != new:
-                casts[str(old), str(new)].append(leaf)
-        for (old, new), leaves in casts.items():
+        level: Level = "warning" if state.evidence == "alike" else "error"
+        differences = [(level, placing, row) for row in _other_shardings(executable, state)]
+        differences += [("error", casting, row) for row in _other_dtypes(executable, state)]
+        for level, fix, ((old, new), rows) in differences:
+            leaves = [state.inputs[i] for i in rows]
+            size = sum(map(side.bytes_of, leaves))
+            moved = f", or moves them back, {bytes_shown(size)} to each device"
             message = (
-                f"{counted(len(leaves), 'leaf')} of {name}: in as {old}, out as {new}: {when} "
-                "compiles again"
+                f"{counted(len(rows), 'leaf')} of {name}: in as {old}, out as {new}: {when} "
+                f"compiles again{moved if fix == placing else ''}"
             )
-            size, cast = (
-                sum(map(inputs.bytes_of, leaves)),
-                "cast the new state to the dtypes of the old one",
-            )
-            yield inputs.finding("error", "fixed-point", message, cast, leaves, bytes=size)
+            yield side.finding(level, "fixed-point", message, fix, leaves, bytes=size)
 
 
-def _resharded(
-    before: Sequence[Any], after: Sequence[Any], ranks: Sequence[int]
-) -> list[tuple[_Texts, list[int]]]:
-    """List the arrays that come out in another sharding or memory than they go in."""
+_Differences = list[tuple[_Texts, list[int]]]
+
+
+def _other_shardings(executable: Executable, state: State) -> _Differences:
+    """List the arrays of a state that come out in another sharding or memory than they go in."""
+    inputs = executable.inputs
+    before = at(inputs.shardings, state.inputs)
+    after = at(executable.outputs.shardings, state.outputs)
+    if before == after:  # the same objects, as a rule
+        return []
 
     def are_alike(first: Any, second: Any, row: int) -> bool:
-        is_alike = first == second or is_same(first, second, ranks[row])
+        rank = len(inputs.shapes[state.inputs[row]])
+        is_alike = first == second or is_same(first, second, rank)
         return is_alike and first.memory_kind == second.memory_kind
 
     def texts(row: int) -> _Texts:
         return _with_memory(before[row]), _with_memory(after[row])
 
     return _Pairs(before, after).differences(are_alike, texts)
+
+
+def _other_dtypes(executable: Executable, state: State) -> _Differences:
+    """List the arrays of a state that come out in another dtype than they go in."""
+    before = at(executable.inputs.dtypes, state.inputs)
+    after = at(executable.outputs.dtypes, state.outputs)
+    if before == after:
+        return []
+    return _Pairs(before, after).differences(
+        lambda first, second, _: bool(first == second),
+        lambda row: (str(before[row]), str(after[row])),
+    )
 
 
 def _with_memory(sharding: Any) -> str:
