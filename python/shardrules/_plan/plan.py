@@ -500,10 +500,10 @@ class Plan(Decider):
             >>> moved.received
             array([[48, 48]])
         """
-        from shardrules._plan import transfer
+        from shardrules._plan.transfer import transfer
 
         check_type("other", other, Plan, "a Plan; that of a lock is Plan.from_lock(path)")
-        return transfer.transfer(self, other, transfer.places_in(self.mesh, other.mesh))
+        return transfer(self, other)
 
     def explain(self, path: str) -> Explanation:
         """Explain why the leaf of this path gets its spec, rule by rule, and each correction.

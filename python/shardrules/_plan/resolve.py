@@ -69,11 +69,6 @@ def sized_mesh(mesh: MeshLike) -> SizedMesh:
     return SizedMesh(mesh, dict(mesh.shape))
 
 
-def axis_sizes_of(mesh: MeshLike) -> dict[str, int]:
-    """Return the devices along each mesh axis, as `sized_mesh` does."""
-    return sized_mesh(mesh).axis_sizes
-
-
 class RulesOnMesh:
     """Rules of paths, bound to a mesh."""
 

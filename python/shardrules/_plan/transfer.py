@@ -21,13 +21,12 @@ from shardrules._base.text import (
     record,
 )
 from shardrules._place.leaf_errors import listing
-from shardrules._place.mesh import MeshLike, has_devices
+from shardrules._place.mesh import has_devices
 from shardrules._plan.answers import Answer, Column, Table
 from shardrules._plan.check import refusals
 from shardrules._plan.diff import Pair, Pairs, paired
 from shardrules._plan.fold import fold
 from shardrules._plan.kinds import Kind, dtype_shown, placement_shown
-from shardrules._plan.resolve import axis_sizes_of
 from shardrules._plan.trees import placement_errors
 
 if TYPE_CHECKING:
@@ -154,33 +153,26 @@ def _transfer_cells(row: TransferRow) -> tuple[str, ...]:
     )
 
 
-def places_in(mesh: MeshLike, target: MeshLike) -> npt.NDArray[np.int64]:
-    """Return per device of `target`, in row-major order, its place in `mesh`, or -1.
+def _places(before: Plan, after: Plan) -> npt.NDArray[np.int64]:
+    """Return per device of the new mesh its place in the old one, in row-major order, or -1.
 
     Without devices in both, those of one place are taken for the same.
     """
-    if has_devices(mesh) and has_devices(target):
-        place_of = {device: place for place, device in enumerate(mesh.devices.flat)}
-        return np.array([place_of.get(device, -1) for device in target.devices.flat], np.int64)
-    count, target_count = (prod(axis_sizes_of(each).values()) for each in (mesh, target))
-    places = np.arange(target_count)
-    return np.where(places < count, places, -1)
+    if has_devices(before.mesh) and has_devices(after.mesh):
+        place_of = {device: place for place, device in enumerate(before.mesh.devices.flat)}
+        return np.array([place_of.get(device, -1) for device in after.mesh.devices.flat], np.int64)
+    places = np.arange(after.devices)
+    return np.where(places < before.devices, places, -1)
 
 
-def transfer(before: Plan, after: Plan, places: npt.NDArray[np.int64]) -> Transfer:
-    """See `Plan.transfer`.
-
-    Args:
-        before: The plan whose shards the devices hold.
-        after: The plan of the same leaves whose shards they are to hold.
-        places: Per device of the new mesh its number in the old one, both counted in row-major
-            order; -1 for a device that is not there.
-    """
+def transfer(before: Plan, after: Plan) -> Transfer:
+    """See `Plan.transfer`."""
     pairs = paired(before, after)
     of_groups = _same_leaves(pairs)
     for whose, plan in (("this plan", before), ("other", after)):
         _check_placed(whose, plan)
     _check_countable(before, after, len(of_groups))
+    places = _places(before, after)
     counts = np.bincount(pairs.group_of, minlength=len(of_groups)).tolist()
     old, new = DevicesOfMesh(before.axis_sizes), DevicesOfMesh(after.axis_sizes)
     received = np.zeros(new.count, np.int64)

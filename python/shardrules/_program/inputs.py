@@ -28,7 +28,7 @@ from shardrules._place.named_arrays import rows_and_paths
 from shardrules._plan.align import align
 from shardrules._plan.kinds import shared_along
 from shardrules._plan.plan import Plan
-from shardrules._plan.resolve import axis_sizes_of
+from shardrules._plan.resolve import sized_mesh
 from shardrules._plan.trees import kind_specs
 from shardrules._program.executable import Executable, Side
 from shardrules._program.libraries import PLANNED, check_entries
@@ -201,7 +201,7 @@ class _SideTargets:
         if has_devices(planned) and not is_of_other_kind(self._executable, planned):
             mesh: Any = planned
         else:
-            mesh = self._mesh(at, axis_sizes_of(planned))
+            mesh = self._mesh(at, sized_mesh(planned).axis_sizes)
         return [
             PlannedSharding(
                 NamedSharding(mesh, as_partition_spec(spec)), kind.memory_kind, shared_along(kind)
