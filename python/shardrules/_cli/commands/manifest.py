@@ -31,7 +31,9 @@ def manifest(
     check_targets({"--output": output}, [model])
     shapes, name = shapes_of(model, dialect, max_memory)
     if check:
-        differences = shapes_of(check, dialect, max_memory)[0].diff(shapes)
+        old, _ = shapes_of(check, dialect, max_memory)
+        whole = [("", ())]  # else each leaf would be told to be without a rule
+        differences = old.with_rules(whole).diff(shapes.with_rules(whole))
         if differences:
             print(f"{check} is old: shardrules manifest {model} -o {check}")
         print(differences)
