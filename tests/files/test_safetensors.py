@@ -242,7 +242,7 @@ def test_mutated_headers_are_taken_as_the_library_takes_them(write, rng):
             continue
         assert found == expected, data
         taken += 1
-    assert taken > 50
+    assert taken > 20
 
 
 TOKENS = (b"null", b"-1", b"-0", b"0", b"8", b"[]", b"{}", b"true", b"2.0", b'"F32"', b'"__metadata__"',
