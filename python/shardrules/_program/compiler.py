@@ -334,7 +334,8 @@ def _shardings(inner: Any, mesh: Any, proto: bytes) -> tuple[list[Any], list[Any
         if len(specs) != len(outputs):
             raise RuntimeError(_NO_SHARDINGS)
         by_xla = (NamedSharding(mesh, spec) for spec in specs)
-        outputs = [known or other for known, other in zip(outputs, by_xla, strict=True)]
+        pairs = zip(outputs, by_xla, strict=True)
+        outputs = [sharding or of_xla for sharding, of_xla in pairs]
     return inputs, outputs
 
 

@@ -107,10 +107,10 @@ class Facts:
         facts = values.fixpoint(_UNKNOWN, rule)
         return [fact if fact.parameter >= 0 else None for fact in facts]
 
-    def layers(self, whole: int, part: int) -> int:
+    def layers(self, stack: int, part: int) -> int:
         """Count the slices like a part; only dimensions cut to 1 select one."""
         shapes = self._values.shapes
-        dims = zip(shapes[whole].dims, shapes[part].dims, strict=False)
+        dims = zip(shapes[stack].dims, shapes[part].dims, strict=False)
         return prod(size for size, cut in dims if cut == 1)
 
     @cached_property

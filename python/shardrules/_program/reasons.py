@@ -237,11 +237,11 @@ class Row:
         op, values = self.exchange.op, self._values
         nodes = values.results(op)
         if op.kind == "all-to-all" and len(nodes) > 1:
-            whole = len(nodes) * self._elements(nodes[0])
+            size = len(nodes) * self._elements(nodes[0])
             behind = values.reached(
-                nodes[:1], lambda one: values.used_by[one] if self._elements(one) < whole else ()
+                nodes[:1], lambda node: values.used_by[node] if self._elements(node) < size else ()
             )
-            return next((one for one in behind if self._elements(one) == whole), nodes[0])
+            return next((node for node in behind if self._elements(node) == size), nodes[0])
         node = nodes[self.exchange.number]
         if op.kind == "reduce-scatter" and values.opcodes[node] == "all-reduce":
             slices = (user for user in values.used_by[node] if values.opcodes[user] in SLICES)
