@@ -87,7 +87,7 @@ def cut_ranks(context: CheckContext) -> Iterator[Finding]:
         if "lora_" not in path or shape is None or row in plan._leaves.links:
             continue
         records = (record for record in LORA if fits_rank(record, len(shape)))
-        record = next((each for each in records if _finder(each).all_matches(path)), None)
+        record = next((each for each in records if _rules_of_record(each).all_matches(path)), None)
         if record is None or rules is None or kind.rule is None or kind.spec is None:
             continue
         base = base_path(record, path)
@@ -110,7 +110,7 @@ def cut_ranks(context: CheckContext) -> Iterator[Finding]:
 
 
 @cache
-def _finder(record: Companion) -> Rules:
+def _rules_of_record(record: Companion) -> Rules:
     return Rules([(record.pattern, None)])
 
 

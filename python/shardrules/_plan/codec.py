@@ -171,12 +171,12 @@ def _description(hint: Any) -> str | None:
     return next(filter(None, map(_description, typing.get_args(hint))), None)
 
 
-def _fields(kind: Any) -> list[str]:
+def _field_names(kind: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(kind)]
 
 
-def _values(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in _fields(value)}
+def _field_values(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in _field_names(value)}
 
 
 # Each thing is read by `read_...` and written by `..._data`.
@@ -232,13 +232,13 @@ def read_dialect(table: object, *, is_logical: bool) -> Any:
     kind: Any = LogicalDialect if is_logical else Dialect
     if not isinstance(table, dict):
         raise TypeError(f"dialect: it is {shown(table)}; write a table of its fields")
-    check_keys("dialect: ", table, _fields(kind))
+    check_keys("dialect: ", table, _field_names(kind))
     where = "dialect: correction: "
     return kind(**table | {"correction": read_correction(where, table.get("correction"))})
 
 
 def _dialect_data(dialect: Dialect | LogicalDialect) -> dict[str, Any]:
-    fields = _values(dialect) | {"correction": _values(dialect.correction)}
+    fields = _field_values(dialect) | {"correction": _field_values(dialect.correction)}
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -249,15 +249,15 @@ def read_correction(where: str, table: object, base: Correction = _DEFAULT) -> C
     """Return the correction of a table, which may lack fields: then they are those of `base`."""
     if not isinstance(table, dict):
         raise TypeError(f"{where}it is {shown(table)}; write a table, as {{pad = false}}")
-    check_keys(where, table, _fields(LibraryCorrection))
-    fields = table if table.keys() >= {*_fields(Correction)} else _values(base) | table
+    check_keys(where, table, _field_names(LibraryCorrection))
+    fields = table if table.keys() >= {*_field_names(Correction)} else _field_values(base) | table
     kind = LibraryCorrection if "absent" in fields else Correction
-    with at(where):
+    with naming_place(where):
         return kind(**fields)
 
 
 @contextmanager
-def at(where: str) -> Iterator[None]:
+def naming_place(where: str) -> Iterator[None]:
     """Put the place before what is wrong with a value."""
     try:
         yield
@@ -274,7 +274,7 @@ def _read_rule(where: str, rule: object, base: Correction) -> tuple[Any, Any]:
     spec, correction = read_spec(where, table.spec), None
     if table.correction is not None:
         correction = read_correction(f"{where}correction: ", table.correction, base)
-    with at(where):
+    with naming_place(where):
         read = RuleSpec(
             spec,
             correction,
@@ -293,7 +293,7 @@ def rule_data(pattern: Any, value: Any) -> dict[str, Any]:
         if extra := getattr(rule, name):
             data[name] = extra
     if rule.correction is not None:
-        data["correction"] = _values(rule.correction)
+        data["correction"] = _field_values(rule.correction)
     return data
 
 
@@ -334,7 +334,7 @@ def _read_shaped(where: str, spec: dict[str, Any]) -> Fsdp:
     where = f"{where}spec: "
     table = record_of(where, spec, _ShapedSpec, 'the mesh axis, as {fsdp = "fsdp"}')
     within = read_spec(where, table.within, "within")
-    with at(where):
+    with naming_place(where):
         least = table.min_bytes
         sizes: Any = {} if least is None else {"min_bytes": least}
         if isinstance(least, str):

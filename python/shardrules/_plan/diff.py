@@ -205,7 +205,7 @@ def plan_diff(before: Plan, after: Plan) -> PlanDiff:
     device_bytes = before.bytes_per_device(), after.bytes_per_device()
     return PlanDiff(
         (
-            Change(each.pattern, len(each.rows), *pair, _moves(pair, before, after))
+            Change(each.pattern, len(each.rows), *pair, _is_moved(pair, before, after))
             for each in folded
             for pair in [changed[each.group]]
         ),
@@ -216,7 +216,7 @@ def plan_diff(before: Plan, after: Plan) -> PlanDiff:
     )
 
 
-def _moves(pair: Pair, before: Plan, after: Plan) -> bool | None:
+def _is_moved(pair: Pair, before: Plan, after: Plan) -> bool | None:
     """Tell whether devices hold other parts of leaves, as far as they are the same arrays."""
     a, b = pair
     if a is None or b is None or a.spec is None or b.spec is None:

@@ -24,9 +24,9 @@ from shardrules._plan.codec import (
     FileTable,
     Listed,
     RuleTable,
-    at,
     name_data,
     naming,
+    naming_place,
     read_dialect,
     read_name,
     read_spec,
@@ -62,7 +62,7 @@ _ADJACENT_SURROGATES: Final = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _PROBLEMS: Final = {"unmatched": UNMATCHED, "ambiguous": AMBIGUOUS}
 
 
-class _LockTable(RuleTable, kw_only=True):
+class _PlanLock(RuleTable, kw_only=True):
     """A plan: its rules as in rule files, but for the dialect, which is given whole."""
 
     format: str
@@ -127,7 +127,7 @@ def read_lock(data: bytes, name: str) -> tuple[OnMesh, dict[str, int]]:
     content = parse_json(Path(name), data)
     with naming(name, _FIX):
         _check_format(content)
-        table = record_of("", content, _LockTable, "it")
+        table = record_of("", content, _PlanLock, "it")
         digest = _digest(content)
         axis_sizes = checked_sizes(table.mesh)
         rules = rules_of(table, read_dialect(table.dialect, is_logical=table.is_logical))
@@ -185,7 +185,7 @@ class _Leaves:
         leaf = record_of(where, table, _LeafTable)
         del table["path"]
         key = repr(table)
-        with at(where):
+        with naming_place(where):
             if key not in self._kinds:
                 self.types.append(_read_type(leaf, self._rules))
                 self.kinds.append(_read_kind(self.types[-1], leaf, self._axis_sizes))

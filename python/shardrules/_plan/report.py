@@ -59,10 +59,10 @@ _RULE_COLUMNS: Final = tuple(
 
 def heading(plan: Plan) -> str:
     """Return the plan in a line."""
-    return f"{_scope(plan)}: {plan.bytes_per_device()}"
+    return f"{_size_shown(plan)}: {plan.bytes_per_device()}"
 
 
-def _scope(plan: Plan) -> str:
+def _size_shown(plan: Plan) -> str:
     return printable(
         f"{counted(len(plan.paths), 'leaf')}, {bytes_shown(plan.total_bytes)} on "
         f"{mesh_shown(plan.axis_sizes)} ({counted(plan.devices, 'device')})"
@@ -195,27 +195,27 @@ def plan_page(page: Page, sections: Iterable[HasSection], title: str) -> str:
         policy=_POLICY.format(
             scripts=" ".join(map(_script_hash, scripts)), styles=_script_hash(styles)
         ),
-        title=_text_html(title),
+        title=_escaped(title),
         styles=styles,
-        facts="".join(f"<p>{_text_html(line)}</p>" for line in _facts(page)),
+        facts="".join(f"<p>{_escaped(line)}</p>" for line in _facts(page)),
         findings="".join(map(_section_html, first)),
         sections="".join(map(_section_html, rest)),
         fingerprint=page.plan.fingerprint(),
-        data=_embedded_json(_leaf_data(page.plan)),
+        data=_embedded_json(_leaves_data(page.plan)),
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
     )
 
 
 def _facts(page: Page) -> list[str]:
     """Return the plan, its bytes with what training adds, and whether they fit, as lines."""
-    lines = [_scope(page.plan), *str(page.bytes).split("\n")]
+    lines = [_size_shown(page.plan), *str(page.bytes).split("\n")]
     if (fits := page.bytes._fits(page.hbm)) is not None:
         lines.append(f"{'fits' if fits else 'DOES NOT FIT'} into {bytes_shown(page.hbm or 0)}")
     return lines
 
 
 def _section_html(section: Section) -> str:
-    title, parts = _text_html(section.title), "".join(map(_part_html, section.parts))
+    title, parts = _escaped(section.title), "".join(map(_part_html, section.parts))
     return (
         f'<section><h2>{title}</h2><div class="scroll" tabindex="0" role="region" '
         f'aria-label="{title}">{_COLOURED.sub("", parts)}</div></section>'
@@ -225,11 +225,11 @@ def _section_html(section: Section) -> str:
 def _part_html(part: Any) -> str:
     """Return a text or a table whole, and of an answer what a notebook shows."""
     if isinstance(part, str):
-        return f"<pre>{_text_html(part)}</pre>"
+        return f"<pre>{_escaped(part)}</pre>"
     return str(part.html("") if isinstance(part, Table) else part._repr_html_())
 
 
-def _text_html(text: str) -> str:
+def _escaped(text: str) -> str:
     from html import escape
 
     return escape(printable_lines(text.split("\n")))
@@ -262,7 +262,7 @@ def _asked_shown(plan: Plan, rule: int) -> str:
     return rule_spec_shown(plan.rules[rule][1])
 
 
-def _leaf_data(plan: Plan) -> dict[str, Any]:
+def _leaves_data(plan: Plan) -> dict[str, Any]:
     """Return the leaves, for the treemap and the table."""
     specs: dict[tuple[str, bool], int] = {}
     return {

@@ -13,7 +13,7 @@ from shardrules._base.arguments import check_choice, check_share, integer
 from shardrules._base.io import parse_json
 from shardrules._base.mesh_sizes import checked_sizes
 from shardrules._base.text import and_more, bytes_shown, counted, mesh_shown, shown
-from shardrules._plan.codec import FileTable, Listed, Texts, at, naming, record_of
+from shardrules._plan.codec import FileTable, Listed, Texts, naming, naming_place, record_of
 from shardrules._plan.findings import Finding, Findings, Level
 from shardrules._plan.lock import checked_json, lines_of
 from shardrules._program.executable import Executable
@@ -114,7 +114,7 @@ def read_program_lock(data: bytes, name: str) -> Costs:
         for number, entry in enumerate(table.sent):
             where = f"sent[{number}]: "
             cost = record_of(where, entry, _SentTable)
-            with at(where):
+            with naming_place(where):
                 key = _key_in_lock(cost, mesh)
                 if key in sent:
                     raise ValueError(f"{_key_label(key)} stands there twice")
