@@ -487,6 +487,9 @@ class TestChecks:
     def test_replicated_leaves_are_named_by_their_names(self):
         (found,) = (one for one in self.found(("kv", None)) if one.kind == "replicated")
         assert "the names ('kv', None)" in found.message
+        assert found.rule is None  # it was the names, at which annotations failed
+        told = sr.types.Findings([found]).to_github("r.toml", [1])
+        assert told.startswith("::warning file=r.toml,title=shardrules replicated::")
 
 
 class TestArrays:

@@ -219,12 +219,13 @@ def replicated(context: CheckContext) -> Iterator[Finding]:
     small = sum(
         context.device_bytes(folded) for rule, folded in by_rule.items() if not large_of[rule]
     )
-    for (rule, exempt), folded in by_rule.items():
-        large = large_of[rule, exempt]
+    for (decider, exempt), folded in by_rule.items():
+        large = large_of[decider, exempt]
         if not large and not context.matters(context.device_bytes(folded), small):
             continue
         reported, noun = (large, "large leaf") if large else (folded, "leaf")
-        why = context.who(kinds[reported[0].group])
+        kind = kinds[reported[0].group]
+        why = context.who(kind)
         if any(kinds[part.group].losses for part in reported):
             why += ", of which the shapes and the mesh leave nothing"
         cost = context.device_bytes(reported)
@@ -237,7 +238,7 @@ def replicated(context: CheckContext) -> Iterator[Finding]:
             else "shard them, or declare them replicated",
             reported,
             level="info" if exempt else "warning",
-            rule=rule,
+            rule=kind.rule,
             bytes=cost,
         )
 
