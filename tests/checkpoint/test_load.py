@@ -381,25 +381,6 @@ def test_memory_kinds_are_those_of_the_rules(checkpoint):
         assert {array.sharding.memory_kind for array in loaded.values()} == {"pinned_host"}
 
 
-def test_what_decides_is_as_in_a_plan(checkpoint):
-    exact = sr.Correction(indivisible="error")
-    rules = sr.Rules([("norm", "fsdp"), ("", ("fsdp", "tp"))], min_size=33, correction=exact)
-    loaded = sr.load(checkpoint, rules, mesh_of())
-    plan = sr.plan(sr.read_model(checkpoint), rules, mesh_of())
-    assert {name: array.sharding for name, array in loaded.items()} == plan.shardings()
-    assert loaded["model.norm.weight"].sharding.spec == P()
-
-
-def test_names_for_logical_rules(checkpoint):
-    rules = sr.LogicalRules([("vocab", "fsdp"), ("embed", "tp")])
-    names = {name: ("vocab", "embed")[: len(shape)] for name, shape in LLAMA.items()}
-    plan = sr.plan(sr.read_model(checkpoint), rules, mesh_of(), names=names)
-    loaded = sr.load(checkpoint, plan)
-    assert loaded["lm_head.weight"].sharding.spec == P("fsdp", "tp")
-    with pytest.raises(TypeError, match="Give names="):
-        sr.load(checkpoint, rules, mesh_of())
-
-
 LOST = [
     (1e300, "float64", None), (1e30, "float32", "float16"), (-3.4028235e38, "float32", "bfloat16"),
     (1e30, ml_dtypes.bfloat16, "float16"), (500, "float32", ml_dtypes.float8_e4m3fn), (65000, "float16", ml_dtypes.float8_e5m2),

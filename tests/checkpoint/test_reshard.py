@@ -36,13 +36,15 @@ MESHES = {
     "some of them": on(range(4), (2, 2)),
     "overlapping": on([2, 3, 4, 5], (2, 2)),
     "one": on([5], (1, 1)),
+    "others": on(range(4, 8), (2, 2)),
 }
 
 
 @pytest.mark.parametrize("most", ["2 GB", 256, 100])
 @pytest.mark.parametrize("to", MESHES)
 def test_to_another_mesh(to, most):
-    placed = sr.shard(tree(), RULES, on(range(8), (4, 2)))
+    start = on(range(4), (2, 2)) if to == "others" else on(range(8), (4, 2))
+    placed = sr.shard(tree(), RULES, start)
     moved = sr.reshard(placed, RULES, MESHES[to], max_bytes_in_flight=most)
     expected = sr.shard(tree(), RULES, MESHES[to])
     for one, other in zip(jax.tree.leaves(moved), jax.tree.leaves(expected), strict=True):
@@ -50,13 +52,6 @@ def test_to_another_mesh(to, most):
         assert one.dtype == other.dtype
         if not jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
             assert bits(one) == bits(other)
-
-
-def test_to_disjoint_devices():
-    placed = sr.shard(tree(), RULES, on(range(4), (2, 2)))
-    moved = sr.reshard(placed, RULES, on(range(4, 8), (2, 2)))
-    assert moved["layers"][1]["w"].sharding.device_set == set(jax.devices()[4:8])
-    assert bits(moved["layers"][1]["w"]) == bits(tree()["layers"][1]["w"])
 
 
 def live_bytes():
@@ -174,6 +169,7 @@ def test_what_does_not_fit_a_plan():
     assert "w: another shape: the tree wants [8, 4], and the array has [8, 8]" in str(info.value)
     assert "v: missing" in str(info.value)
     assert "x: left over" in str(info.value)
+    assert not isinstance(info.value, sr.FileError)
 
 
 def test_the_shardings_of_another_tree():
@@ -230,28 +226,3 @@ class TestBoxes:
         for tree, other in ((state, plain), (plain, state)):
             moved = sr.reshard(tree, sr.plan(other, rules, mesh_of()))
             assert jax.tree.structure(moved) == jax.tree.structure(other)
-
-    def test_names_by_rules_for_names(self, trees):
-        boxed, plain = trees
-        rules = sr.LogicalRules([("x", "fsdp"), ("y", "tp")])
-        moved = sr.reshard(boxed, rules, mesh_of())
-        assert moved["a"]["kernel"].value.sharding.spec == P("fsdp", "tp")
-        names = {"a": {"kernel": ("x", "y")}}
-        moved = sr.reshard(plain, sr.plan(plain, rules, mesh_of(), names=names))
-        assert moved["a"]["kernel"].sharding.spec == P("fsdp", "tp")
-
-
-def test_what_does_not_fit_a_plan_is_no_error_of_a_file():
-    plan = sr.plan({"w": np.ones((8, 4))}, RULES, mesh_of())
-    with pytest.raises(ValueError, match="w: missing") as info:
-        sr.reshard({"v": np.ones((8, 4))}, plan)
-    assert not isinstance(info.value, sr.FileError)
-
-
-def test_what_decides_is_as_in_a_plan():
-    arrays = {"w": np.ones((8, 4)), "w_lora_a": np.ones((8, 2)), "small": np.ones((4, 4))}
-    rules = sr.Rules([("w$", ("fsdp", "tp")), ("", ("fsdp",))], min_size=17)
-    moved = sr.reshard(arrays, rules, mesh_of())
-    wanted = sr.plan(arrays, rules, mesh_of()).shardings()
-    assert jax.tree.map(lambda x: x.sharding, moved) == wanted
-    assert moved["small"].sharding.spec == P()
