@@ -141,10 +141,6 @@ CENSUS: dict[str, Row] = {
     "Rules.rules": Row(
         lambda given: of_tree(sr.Rules(given).match(TREE)), BY_PATTERNS, "it compiles patterns"
     ),
-    "suggest.like": Row(
-        lambda given: sr.suggest(TREE, MESH, like=given) and ANSWER, BY_PATTERNS,
-        "patterns are mended, and nothing else has any",
-    ),
     "LogicalRules.rules": Row(
         lambda given: sr.LogicalRules(given) and ANSWER,
         {"pairs": "give an axis", "Rules": "named_shardings, shard or plan", "Plan": "write",
