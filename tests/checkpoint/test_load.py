@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base.dtypes import BITS, SAFETENSORS
+from shardrules._base.io import memory_within
 from shardrules._checkpoint import files as reading
 from shardrules._checkpoint import load as loading
 from shardrules._checkpoint import units
@@ -497,3 +498,15 @@ def test_a_box_that_two_places_need_is_read_once(tmp_path, rng, counted):
 def test_a_file_url_is_a_path(tmp_path):
     with pytest.raises(sr.FileError, match="write the path of the file, without file://"):
         sr.load((tmp_path / "x").as_uri(), P("tp"), mesh_of())
+
+
+def test_a_header_of_very_many_names_is_read(checkpoint):
+    """For a model that is to be loaded more memory is taken than to look into a file."""
+    with memory_within(1000):
+        assert sr.load(checkpoint, P(), mesh_of()).keys() == LLAMA.keys()
+
+
+def test_the_cache_of_hugging_face_has_revisions(tmp_path):
+    (tmp_path / "models--x--y" / "snapshots" / "abc").mkdir(parents=True)
+    with pytest.raises(sr.FileError, match="a cache of Hugging Face; give .*snapshots/REVISION"):
+        sr.load(tmp_path / "models--x--y", P(), mesh_of())

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from shardrules._base.arguments import as_tuple, byte_size, check_items, check_type
 from shardrules._base.dtypes import RANDOM_KEYS, bits_of, given_float, key_dtype
-from shardrules._base.io import FileError
+from shardrules._base.io import FileError, memory_within
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import shown
 from shardrules._checkpoint.conversion import numpy_dtype
@@ -139,7 +139,8 @@ def load(
         if call.joint and only_process(rules, mesh) is not None:
             call.alone()
         is_joint = call.joint
-        arrays = read_arrays(os.fspath(source), ArraySpecs(keeps_places=True))
+        with memory_within(DEFAULT_IN_FLIGHT):
+            arrays = read_arrays(os.fspath(source), ArraySpecs(keeps_places=True))
         if any(leaf.file is None for leaf in arrays.leaves.values()):
             raise FileError(f"{arrays.path}: {_NO_DATA}")
         if jax.process_index() == 0 and is_part(str(arrays.path)):

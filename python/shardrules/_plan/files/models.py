@@ -165,6 +165,8 @@ def _read(path: Any, make: ArraySpecs) -> Arrays:
             f"{path}: this is a checkpoint of orbax, which is not read here; give "
             "package.module:function, which returns the metadata of orbax's StandardCheckpointer"
         )
+    if revisions := next((file for file in files if file.name == "snapshots"), None):
+        raise FileError(f"{path}: this is a cache of Hugging Face; give {revisions}/REVISION")
     for file in files:
         if file.suffix.lower() in _NOT_READ and file.is_file():
             raise FileError(
