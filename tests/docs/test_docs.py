@@ -40,6 +40,10 @@ SLOW_PAGES = [
     "docs/guides/offload.md",
     "docs/guides/prove.md",
     "docs/guides/rl.md",
+    "docs/guides/kv-heads.md",
+    "docs/same.md",
+    "docs/solve.md",
+    "docs/verify.md",
 ]
 # The other pages are about today's JAX.
 NOT_RUN = {

@@ -46,6 +46,7 @@ with open(sys.argv[1], "w") as file:
 """
 
 
+@pytest.mark.slow
 def test_train_transformer(tmp_path):
     pytest.importorskip("flax", reason="flax is not installed")
     pytest.importorskip("optax", reason="optax is not installed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.steps.score import Built, Cost, Step, outcome, score, steps, warnings
+from tests.support.slow import slow
 
 SMALL = {
     "a Llama in plain JAX": ("no constraints", "hidden is whole over tp", "not donated"),
@@ -33,7 +34,11 @@ def small() -> list[Step]:
     ]
 
 
-@pytest.mark.parametrize("step", small(), ids=lambda step: step.name)
+@pytest.mark.parametrize(
+    "step",
+    [step if step.name == "a mixer" else slow(step) for step in small()],
+    ids=lambda step: step.name,
+)
 def test_some_faults_of_steps_are_told(step):
     (row,) = score([step])
     assert not warnings(row.clean)

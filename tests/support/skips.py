@@ -13,7 +13,7 @@ _IS_NEWEST = sys.version_info >= (3, 14)  # for which they have no wheels yet
 MAY_BE_MISSING = {
     "eformer": _IS_OLDEST or _IS_NEWEST,
     "fsspec": _IS_OLDEST,
-    "haliax": _IS_OLDEST or jax.__version_info__ >= (0, 11),  # which it does not import with
+    "haliax": _IS_OLDEST or _IS_NEWEST,
     "keras": _IS_OLDEST,
     "libtpu": not any(path.endswith("-tpu") for path in sys.path),  # where `make test-all` has it
     "moto": True,
