@@ -37,7 +37,7 @@ SLOW_PAGES = [
     "docs/guides/maxtext.md",
     "docs/guides/moe.md",
     "docs/guides/nnx.md",
-    "docs/guides/offload.md",
+    "docs/memory.md",
     "docs/guides/prove.md",
     "docs/guides/rl.md",
     "docs/guides/kv-heads.md",
