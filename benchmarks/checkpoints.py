@@ -331,8 +331,8 @@ def _measured(case: Case) -> Iterator[Row]:
         f"{cpu:.2f} / {plain_cpu:.2f} s of processors, {seconds:.2f} / {plain_seconds:.2f} s; peak "
         f"{peak / size:.2f} / {plain_peak / size:.2f} of the arrays"
     )
-    if case.bar is None:
-        yield Row(f"{case.what}: processors", cpu, "s", 10.0, note)
+    if case.bar is None:  # there is no plain way
+        yield Row(f"{case.what}: processors", cpu, "s", 10.0, f"{seconds:.2f} s")
         return
     for place, kind in enumerate(("processors", "time")):
         ratio = median(
