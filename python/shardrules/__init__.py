@@ -7,7 +7,7 @@ apply shardings to arrays, `plan` works without devices, and `Rules` compiles a 
 import atexit
 import sys
 
-from shardrules._base.lazy import lazy
+from shardrules._base import lazy
 
 # Matching needs neither planning nor files nor proofs. Type checkers and IDEs read the stub too.
 _get, _NAMES = lazy(__name__, __file__)

@@ -1,6 +1,6 @@
 """Types of results, for annotations and `isinstance`; nobody needs to construct them."""
 
-from shardrules._base.lazy import lazy
+from shardrules._base import lazy
 
 # Most of the types' modules import JAX. Type checkers read `types.pyi` as well.
 __getattr__, _NAMES = lazy(__name__, __file__)

@@ -33,7 +33,6 @@ def test_the_help_imports_no_command_and_no_library():
     own = {name for name in ours(modules) if name.startswith("shardrules._cli")}
     assert ours(modules) - own == {
         "shardrules._base",
-        "shardrules._base.lazy",
         "shardrules._base.io",
         "shardrules._base.text",
     }
@@ -45,7 +44,7 @@ def test_the_help_imports_no_command_and_no_library():
 def test_importing_the_package_imports_none_of_it():
     modules = imported_by("import shardrules")
     assert "shardrules" in modules
-    assert ours(modules) == {"shardrules._base", "shardrules._base.lazy"}
+    assert ours(modules) == {"shardrules._base"}
     assert not modules.intersection((*HEAVY, "click"))
 
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base.rule_specs import MEMORY_KINDS
-from shardrules._place.agreement import digest
+from shardrules._place.processes import digest
 from tests.support.contexts import not_on_jax_0_7
 
 RULES = [("w", P("fsdp", "tp"))]

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._place import agreement
+from shardrules._place.processes import difference_shown, first_difference, marks_of, row_at
 from tests.support import process_worker
 from tests.support.folders import ROOT
 from tests.support.slow import slow
@@ -264,9 +264,9 @@ def test_the_first_difference_is_shown_where_it_is():
     """However long what comes before it."""
     rows = [("['w']", "float32[8] for P()"), ("devices", " ".join(map(str, range(4096))))]
     other = [rows[0], (rows[1][0], rows[1][1].replace(" 4000 ", " 9999 "))]
-    index = agreement.first_difference(*map(agreement.marks_of, (rows, other)))
-    a, b = (agreement.row_at(each, index) for each in (rows, other))
-    message = agreement.difference_shown(index, a, b, ("process 0", "process 1"))
+    index = first_difference(*map(marks_of, (rows, other)))
+    a, b = (row_at(each, index) for each in (rows, other))
+    message = difference_shown(index, a, b, ("process 0", "process 1"))
     assert " 4000 4001 " in message
     assert " 9999 4001 " in message
     assert len(message) < 600

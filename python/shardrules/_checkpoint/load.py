@@ -25,11 +25,10 @@ from shardrules._checkpoint.names import A_RENAME, Rename, forwards
 from shardrules._checkpoint.targets import Problems, Target, plain_target
 from shardrules._checkpoint.trees import Selection, checked_sharding, initial, matched
 from shardrules._checkpoint.units import DEFAULT_IN_FLIGHT, Job, bytes_to_read, fill
-from shardrules._place.agreement import Row, rows_of
 from shardrules._place.decider import RulesLike
 from shardrules._place.mesh import MeshLike
 from shardrules._place.named_shardings import only_process, requested_shardings
-from shardrules._place.processes import JointCall
+from shardrules._place.processes import JointCall, Row, rows_of
 from shardrules._plan.files.leaves import ArraySpec, ArraySpecs
 from shardrules._plan.files.models import Arrays, read_arrays
 from shardrules._plan.files.safetensors import is_part

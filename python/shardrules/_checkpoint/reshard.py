@@ -22,15 +22,13 @@ from shardrules._checkpoint.names import A_RENAME, Rename, forwards
 from shardrules._checkpoint.targets import Problems, Target
 from shardrules._checkpoint.trees import checked_sharding, matched, scales_in, shapes_and_dtypes
 from shardrules._checkpoint.units import DEFAULT_IN_FLIGHT, in_batches
-from shardrules._place.agreement import rows_of
 from shardrules._place.boxes import unboxed
 from shardrules._place.decider import RulesLike
 from shardrules._place.mesh import MeshLike
-from shardrules._place.named_arrays import leaf_paths
 from shardrules._place.named_shardings import only_process, requested_shardings
-from shardrules._place.processes import JointCall
+from shardrules._place.processes import JointCall, rows_of
 from shardrules._place.shard import placeable
-from shardrules._place.spec_trees import leaf_path
+from shardrules._place.spec_trees import leaf_path, leaf_paths
 from shardrules._place.transfers import Donated, check_reachable, put, stays_within
 from shardrules._plan.align import check_distinct
 from shardrules._plan.files.leaves import ArraySpec

@@ -40,8 +40,8 @@ from shardrules._checkpoint.layouts import (
 )
 from shardrules._checkpoint.names import A_RENAME, Rename, backwards, forwards
 from shardrules._checkpoint.targets import Problems, Target, targets_of
-from shardrules._place.named_arrays import leaf_paths
 from shardrules._place.processes import JointCall
+from shardrules._place.spec_trees import leaf_paths
 from shardrules._plan.align import check_distinct
 from shardrules._plan.files.leaves import ArraySpec
 from shardrules._plan.files.safetensors import KEYS

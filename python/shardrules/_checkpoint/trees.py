@@ -22,7 +22,7 @@ from shardrules._checkpoint.layouts import Shape
 from shardrules._checkpoint.names import DirectedRename
 from shardrules._checkpoint.targets import Problems, Target, targets_of
 from shardrules._place.mesh import check_placeable
-from shardrules._place.named_arrays import leaf_paths
+from shardrules._place.spec_trees import leaf_paths
 from shardrules._plan.align import check_distinct, match_rows
 from shardrules._plan.files.leaves import ArraySpec
 from shardrules._plan.files.models import Arrays, nested_dicts

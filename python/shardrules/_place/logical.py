@@ -17,8 +17,8 @@ from shardrules._base.text import mesh_shown, nearest
 from shardrules._core import resolve_all
 from shardrules._place.boxes import NodeForms
 from shardrules._place.constraint import with_sharding_constraint
+from shardrules._place.decider import shardings_by_names
 from shardrules._place.mesh import AnyMesh, MeshLike, context_mesh, local_view, resolve_mesh
-from shardrules._place.name_shardings import shardings_by_names
 from shardrules._place.spec_trees import broadcast_specs
 from shardrules._rules.dialects import LogicalDialect
 from shardrules._rules.logical_rules import (

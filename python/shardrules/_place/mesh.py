@@ -1,4 +1,4 @@
-"""Meshes: arguments, contexts and axis types of JAX, and the devices of this process."""
+"""Meshes: arguments, contexts, axis types, the devices of this process, and their memory kinds."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
-from shardrules._base.jax_names import mesh_contexts
+from shardrules._base.jax_names import mesh_contexts, transfer_target
 from shardrules._base.mesh_sizes import check_bounds, checked_sizes
 from shardrules._base.specs import entries_of, is_unconstrained, spec_shown, tags_of
 from shardrules._base.text import mesh_shown, shown
 
 if TYPE_CHECKING:
-    from jax.sharding import AbstractMesh, Mesh, NamedSharding
+    from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 AnyMesh: TypeAlias = "Mesh | AbstractMesh"
 MeshLike: TypeAlias = "Mesh | AbstractMesh | Mapping[str, int]"
@@ -191,3 +191,47 @@ def _has_other_axes(abstract: Any, concrete: Any) -> bool:
     return abstract is not None and (
         (abstract.axis_types, abstract.shape_tuple) != (concrete.axis_types, concrete.shape_tuple)
     )
+
+
+def sharding_in_memory(mesh: AnyMesh, spec: PartitionSpec, kind: str | None) -> NamedSharding:
+    """Return the NamedSharding of this memory kind. None leaves the kind to the mesh's devices.
+
+    Raises:
+        ValueError: The devices do not have the kind; or JAX forgets it, as for described GPUs.
+    """
+    from jax.sharding import NamedSharding
+
+    if kind is None:
+        return NamedSharding(mesh, spec)
+    sharding = NamedSharding(mesh, spec, memory_kind=kind)
+    if sharding.memory_kind != kind:
+        raise ValueError(
+            f"JAX describes GPUs without kinds of memory, and would count {kind!r} as their "
+            "own; leave the kind out to count it so, or compile for GPUs that are there"
+        )
+    return sharding
+
+
+@lru_cache(maxsize=4096)
+def memory_apart(sharding: Sharding) -> str | None:
+    """Return the sharding's memory kind; None if it is the default of its devices."""
+    kind = sharding.memory_kind
+    if kind in (None, "device"):
+        return None
+    return None if kind == sharding.with_memory_kind(None).memory_kind else kind  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=4096)
+def in_memory(sharding: NamedSharding, kind: str) -> NamedSharding:
+    """Return the sharding in this memory kind; of equal ones, the same object."""
+    return sharding.with_memory_kind(kind)
+
+
+def moved_inside_jit(array: Any, sharding: NamedSharding) -> Any:
+    """Return the array in the sharding's memory kind, unless that is the devices' default."""
+    kind = memory_apart(sharding)
+    if kind is None:
+        return array
+    import jax
+
+    return jax.device_put(array, transfer_target(kind))

@@ -20,8 +20,15 @@ from shardrules._place.decider import (
     RulesLike,
     as_decider,
 )
-from shardrules._place.memory import in_memory, memory_apart
-from shardrules._place.mesh import MeshLike, context_mesh, local_view, processes_of, resolve_mesh
+from shardrules._place.mesh import (
+    MeshLike,
+    context_mesh,
+    in_memory,
+    local_view,
+    memory_apart,
+    processes_of,
+    resolve_mesh,
+)
 from shardrules._place.shardings import decided_by_rules
 from shardrules._place.transfers import array_types
 from shardrules._rules.rules import matcher_of, specs_by_rules

@@ -20,14 +20,12 @@ from shardrules._base.dtypes import given_float, is_plain_float
 from shardrules._base.mistakes import Tree, check_arrays, in_order
 from shardrules._base.specs import entries_of, entry_axes, is_partition_spec, spec_shown
 from shardrules._base.text import counted, shown
-from shardrules._place.agreement import rows_of
 from shardrules._place.boxes import is_flax_struct, variable_types
 from shardrules._place.decider import RulesLike, check_decided
-from shardrules._place.leaf_errors import LeafError, leaf_errors
 from shardrules._place.mesh import MeshLike, check_placeable, resolve_mesh
 from shardrules._place.named_shardings import only_process, requested_shardings
-from shardrules._place.processes import JointCall
-from shardrules._place.shardings import sharding_or_reasons
+from shardrules._place.processes import JointCall, rows_of
+from shardrules._place.shardings import LeafError, leaf_errors, sharding_or_reasons
 from shardrules._place.spec_trees import broadcast_specs, leaf_path
 from shardrules._place.transfers import (
     Donated,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from shardrules._base.text import brief, counted, near_shown
 from shardrules._place.boxes import Unboxed, open_boxes
-from shardrules._place.leaf_errors import listing
-from shardrules._place.named_arrays import PathsOfTree, by_row
+from shardrules._place.shardings import listing
+from shardrules._place.spec_trees import PathsOfTree, by_row
 from shardrules._plan.fold import fold_paths
 from shardrules._plan.kinds import Kind, kind_of
 from shardrules._plan.leaves import NO_RULE_NEEDED, Leaves, grouped, survey

@@ -25,13 +25,15 @@ from shardrules._place.boxes import (
     unboxed_with_names,
     variable_types,
 )
-from shardrules._place.memory import memory_apart
-from shardrules._place.named_arrays import NO_RULES, by_row, names_beside
+from shardrules._place.mesh import memory_apart
 from shardrules._place.spec_trees import (
+    NO_RULES,
     broadcast_specs,
+    by_row,
     is_named_sharding,
     is_spec,
     is_spec_of_mesh,
+    names_beside,
 )
 from shardrules._plan.fold import Folded, Templates, fold, runs_of, templates_of
 from shardrules._rules.dialects import EFORMER, Dialect

@@ -17,8 +17,7 @@ from shardrules._place.shardings import (
     manual_axes,
     specs_on_mesh,
 )
-from shardrules._place.spec_by_shape import SpecByShape
-from shardrules._place.spec_on_mesh import LostAxes, SpecOnMesh
+from shardrules._place.spec_on_mesh import LostAxes, SpecByShape, SpecOnMesh
 from shardrules._plan.companions import DimStep
 from shardrules._plan.following import combined, dims_shown
 from shardrules._plan.kinds import (

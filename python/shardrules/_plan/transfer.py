@@ -20,8 +20,8 @@ from shardrules._base.text import (
     printable,
     record,
 )
-from shardrules._place.leaf_errors import listing
 from shardrules._place.mesh import has_devices
+from shardrules._place.shardings import listing
 from shardrules._plan.answers import Answer, Column, Table
 from shardrules._plan.check import refusals
 from shardrules._plan.diff import Pair, Pairs, paired

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 from shardrules._base.dtypes import key_dtype
 from shardrules._base.rule_specs import MemoryKind, rule_spec_shown
 from shardrules._base.specs import as_partition_spec
-from shardrules._place.leaf_errors import LeafError, leaf_errors
-from shardrules._place.memory import sharding_in_memory
-from shardrules._place.mesh import as_mesh
-from shardrules._place.shardings import Decided
+from shardrules._place.mesh import as_mesh, sharding_in_memory
+from shardrules._place.shardings import Decided, LeafError, leaf_errors
 from shardrules._plan.check import refusals, run_checks
 from shardrules._plan.findings import NOTHING
 

@@ -22,9 +22,8 @@ from shardrules._base.text import (
     shown,
 )
 from shardrules._place.decider import check_decided
-from shardrules._place.memory import memory_apart
-from shardrules._place.mesh import AnyMesh, has_devices
-from shardrules._place.named_arrays import rows_and_paths
+from shardrules._place.mesh import AnyMesh, has_devices, memory_apart
+from shardrules._place.spec_trees import rows_and_paths
 from shardrules._plan.align import align
 from shardrules._plan.kinds import shared_along
 from shardrules._plan.plan import Plan

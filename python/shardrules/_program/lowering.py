@@ -35,8 +35,14 @@ from shardrules._base.text import (
     printable_lines,
     shown,
 )
-from shardrules._place.memory import memory_apart, sharding_in_memory
-from shardrules._place.mesh import AnyMesh, as_mesh, has_devices, in_force
+from shardrules._place.mesh import (
+    AnyMesh,
+    as_mesh,
+    has_devices,
+    in_force,
+    memory_apart,
+    sharding_in_memory,
+)
 from shardrules._plan.plan import Plan
 from shardrules._program.jax_names import is_library, legacy_contexts, lowered_without_devices
 from shardrules._program.libraries import is_filter_jit, lowered_by_equinox

@@ -20,7 +20,7 @@ from shardrules._base.text import (
     record,
 )
 from shardrules._place.mesh import in_force
-from shardrules._place.named_arrays import leaf_paths
+from shardrules._place.spec_trees import leaf_paths
 from shardrules._plan.answers import Column, Table
 from shardrules._plan.plan import Plan
 from shardrules._program.lowering import (

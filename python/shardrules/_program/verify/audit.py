@@ -30,12 +30,10 @@ from shardrules._base.specs import (
 )
 from shardrules._base.text import bytes_shown, counted, mesh_shown, with_article
 from shardrules._core import aligned_values
-from shardrules._place.agreement import DEVICES, Row
 from shardrules._place.boxes import NodeForms
-from shardrules._place.memory import memory_apart
-from shardrules._place.mesh import has_devices, processes_of
-from shardrules._place.named_arrays import rows_and_paths
-from shardrules._place.processes import JointCall
+from shardrules._place.mesh import has_devices, memory_apart, processes_of
+from shardrules._place.processes import DEVICES, JointCall, Row
+from shardrules._place.spec_trees import rows_and_paths
 from shardrules._plan.align import align
 from shardrules._plan.findings import Finding, Findings, Level, VerifyKind
 from shardrules._plan.fold import fold, fold_paths

@@ -13,8 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules._base.dtypes import bits_of
 from shardrules._base.specs import tags_of
-from shardrules._place.memory import memory_apart
-from shardrules._place.mesh import has_devices
+from shardrules._place.mesh import has_devices, memory_apart
 from shardrules._plan.kinds import axes_used
 
 _PROGRAMS: Final = 256

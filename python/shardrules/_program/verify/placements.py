@@ -12,7 +12,7 @@ import numpy as np
 
 from shardrules._base.rule_specs import in_memory
 from shardrules._base.text import bytes_shown, counted, printable
-from shardrules._place.memory import memory_apart
+from shardrules._place.mesh import memory_apart
 from shardrules._plan.findings import Finding, Level, VerifyKind
 from shardrules._program.executable import (
     Evidence,
