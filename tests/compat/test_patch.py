@@ -11,10 +11,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-import json
-import os
 import pickle
-import subprocess
 import sys
 import types
 
@@ -26,9 +23,8 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.compat import _patch
 from shardrules.compat import eformer as ours
-from tests.support import corpus, peer_sources
+from tests.support import corpus
 from tests.support.contexts import legacy
-from tests.support.folders import ROOT
 
 
 def is_known(library):
@@ -230,50 +226,3 @@ def test_an_easydel_style_model_runs_ours_without_a_changed_line(mesh, monkeypat
     leaf = np.arange(8.0, dtype="float32")
     shard, gather = jax.tree.leaves(shard_fns)[0], jax.tree.leaves(gather_fns)[0]
     np.testing.assert_array_equal(gather(shard(leaf)), leaf)
-
-
-# Of flax's tests of the functions that ours stand in for, those that replace a private function of flax,
-# which ours do not call.
-FLAXS_TESTS = {
-    "core/core_meta_test.py": set(),
-    "linen/linen_meta_test.py": set(),
-    "linen/partitioning_test.py": {
-        "test_with_sharding_constraint",
-        "test_with_sharding_constraint_fallback",
-    },
-    "nnx/spmd_test.py": set(),
-}
-
-
-@FLAX
-@pytest.mark.slow
-def test_flaxs_own_tests():
-    """Flax's public tests have the same outcomes under the patch, and with the names of compat."""
-    try:
-        folder = peer_sources.sources("flax") / "tests"
-    except OSError as error:
-        pytest.skip(str(error))
-    for file, mocking in FLAXS_TESTS.items():
-        without, under, compat = outcomes_of(folder / file)
-        assert (len(without["replaced"]), len(under["replaced"])) == (0, 3)
-        assert under["outcomes"] == without["outcomes"]
-        assert "passed" in under["outcomes"].values()
-        different = {
-            name for name, how in without["outcomes"].items() if compat["outcomes"][name] != how
-        }
-        assert {name.rpartition("::")[2] for name in different} == mocking
-        assert compat["replaced"]
-
-
-def outcomes_of(file):
-    """Of a test file as it is, under the patch, and with the names of compat."""
-    command = [sys.executable, "-m", "tests.support.peer_runner", "flax", str(file)]
-    # The tests ask for devices themselves.
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    runs = [
-        subprocess.Popen(
-            [*command, *flags], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
-        )
-        for flags in ([], ["--patched"], ["--compat"])
-    ]
-    return [json.loads(run.communicate(timeout=600)[0]) for run in runs]
