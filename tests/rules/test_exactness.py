@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import shardrules as sr
-from tests.support.differential import differences, run
+from tests.support.engines import Outcome, differences
 from tests.support.exhaustive import CORE, ENGINES, NO_FLAGS, Share, check, shares
-from tests.support.random_patterns import compiles
+from tests.support.random_patterns import FLAGS, compiles, random_pattern, random_text
 from tests.support.slow import slow
 
 
@@ -24,6 +26,57 @@ def assert_as_re(compiled, texts, **options):
 def re_tests():
     reason = "this Python was built without its test package"
     return pytest.importorskip("test.re_tests", reason=reason)
+
+
+TEXTS = 8
+BUDGETS = (1, 3000, 1 << 20)
+
+
+class TooSlowForReError(Exception):
+    pass
+
+
+def run(rng, lists):
+    """Compares first_match and all_matches with `re` on that many random rule lists."""
+    outcome = Outcome()
+    for _ in range(lists):
+        patterns = random_rules(rng)
+        texts = [random_text(rng) for _ in range(TEXTS)]
+        budget = rng.choice(BUDGETS)
+        try:
+            with patience(1.0):
+                outcome.differences += differences(patterns, texts, memory_budget=budget)
+                outcome.cases += len(texts)
+        except TooSlowForReError:
+            outcome.slow += 1
+    return outcome
+
+
+def random_rules(rng):
+    irregular = rng.random() < 0.3
+    size = rng.choice((1, 2, 5))
+    patterns = []
+    while len(patterns) < size:
+        pattern = compiles(random_pattern(rng, irregular=irregular), rng.choice(FLAGS))
+        if pattern is not None:
+            patterns.append(pattern)
+    return patterns
+
+
+@contextmanager
+def patience(seconds):
+    """`re` takes exponential time on some patterns; nothing is learnt by waiting for it."""
+
+    def stop(*_):
+        raise TooSlowForReError
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 @pytest.mark.parametrize("lists", [1_000, slow(9_000)])
@@ -105,7 +158,6 @@ def test_a_huge_literal_is_left_to_re(monkeypatch):
     "share", [*shares(size=1, count=1), *(slow(share) for share in shares(size=2, count=4))]
 )
 def test_every_small_pattern(share):
-    """The two short levels; `python -m tests.support.differential` runs a longer one."""
     outcome = check(share)
     assert outcome.differences[:10] == []
     assert outcome.cases > 0
