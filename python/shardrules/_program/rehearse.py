@@ -81,7 +81,7 @@ def rehearse(
         rtol: The largest difference of a result that is accepted, by its largest value. Default:
             eight times what one rounding of the arguments does to it.
         args: The step's arguments with their values. Default: those that `step_on` gives as
-            arrays, and else random ones: floats between 0 and 1, and integers that are rows of
+            arrays, and else random ones: small positive floats, and integers that are rows of
             every table.
 
     Returns:
@@ -230,9 +230,10 @@ def _values(lowered: _Lowered, args: tuple[Any, ...] | None) -> list[Any]:
 
 
 def _random(dtype: Any, shape: tuple[int, ...], rows: int, generator: np.random.Generator) -> Any:
-    """Return random values; floats are positive, as variances must be."""
+    """Return random values; floats are positive, as variances must be, and sums of them small."""
     if jnp.issubdtype(dtype, jnp.inexact):
-        return abs(generator.normal(size=shape) / 10).astype(dtype)
+        scale = max([10, *(size / 8 for size in shape[-2:-1])])
+        return (abs(generator.normal(size=shape)) / scale).astype(dtype)
     if dtype == np.bool_:
         return generator.random(shape) < 0.5
     if dtype == np.uint32:  # of keys
