@@ -22,7 +22,7 @@ from benchmarks import arrays, checkpoints, floor, patching, planning, proof, sc
 from benchmarks.cases import cases
 from benchmarks.harness import environment, measure
 from benchmarks.tables import TREES, front_table, rows_table, trees_table, with_text
-from shardrules._base.atomic_write import write_text
+from shardrules._base.io import write_text
 
 ROOT = Path(__file__).parent.parent
 SECTIONS = {

@@ -29,7 +29,7 @@ import numpy as np
 
 import shardrules as sr
 from benchmarks import published_model as code
-from shardrules._base.atomic_write import write_text
+from shardrules._base.io import write_text
 from shardrules._program.work import LEAST_CYCLES
 
 FILE = Path(__file__).with_suffix(".toml")

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 import shardrules as sr
-from shardrules._base import atomic_write as write
-from shardrules._base.atomic_write import write_text
+from shardrules._base import io
+from shardrules._base.io import write_text
 from tests.support.contexts import pseudo_terminal
 
 ACL = "system.posix_acl_access"
@@ -150,8 +150,8 @@ def test_no_one_else_reads_it_before_it_has_the_old_mode(tmp_path, monkeypatch):
         modes.append(stat.S_IMODE(part.stat().st_mode))
         return copy_rights(target, part, before)
 
-    copy_rights = write._copy_rights
-    monkeypatch.setattr(write, "_copy_rights", copy)
+    copy_rights = io._copy_rights
+    monkeypatch.setattr(io, "_copy_rights", copy)
     write_text(path, "new")
     assert modes == [0o600]
 
@@ -175,7 +175,7 @@ def test_the_owner_is_kept(tmp_path):
 def test_a_planted_link_is_not_followed(tmp_path, monkeypatch):
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    monkeypatch.setattr(write.os, "urandom", bytes)
+    monkeypatch.setattr(io.os, "urandom", bytes)
     (tmp_path / f".{bytes(16).hex()}.part").symlink_to(victim)
     with pytest.raises(FileExistsError):
         write_text(tmp_path / "x", "forged")
@@ -184,7 +184,7 @@ def test_a_planted_link_is_not_followed(tmp_path, monkeypatch):
     write_text(tmp_path / "a", "")
     names = set()
     monkeypatch.setattr(
-        write.os, "replace", lambda part, target: names.add(Path(part).name) or part.rename(target)
+        io.os, "replace", lambda part, target: names.add(Path(part).name) or part.rename(target)
     )
     for _ in range(10):
         write_text(tmp_path / "a", "")
@@ -218,7 +218,7 @@ def test_a_fifo_is_written(tmp_path):
 def test_standard_output_is_written_in_turn(tmp_path, mode):
     """By /dev/stdout `>> log` would have replaced the log."""
     code = (
-        "from shardrules._base.atomic_write import write_text\n"
+        "from shardrules._base.io import write_text\n"
         "print('before'); write_text('/dev/stdout', 'text\\n'); print('after')"
     )
     log = tmp_path / "log"
@@ -240,7 +240,7 @@ def test_standard_output_is_written_in_turn(tmp_path, mode):
 def test_what_interrupts_leaves_the_old_file_alone(tmp_path, error, at):
     path = tmp_path / "x"
     path.write_text("old")
-    with mock.patch.object(write.os, at, side_effect=error), pytest.raises(type(error)):
+    with mock.patch.object(io.os, at, side_effect=error), pytest.raises(type(error)):
         write_text(path, "new")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["x"]
@@ -255,15 +255,15 @@ def test_a_text_that_cannot_be_encoded_leaves_the_old_file_alone(tmp_path):
 
 SIGTERM = """
 import signal, sys, time
-from shardrules._base import atomic_write as write
+from shardrules._base import io
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-fsync = write.os.fsync
+fsync = io.os.fsync
 def waits(file):
     print("writing", flush=True)
     while True:  # signal.pause() would miss a signal that has just come
         time.sleep(0.01)
-write.os.fsync = waits
-write.write_text(sys.argv[1], "new" * 100_000)
+io.os.fsync = waits
+io.write_text(sys.argv[1], "new" * 100_000)
 """
 
 
@@ -287,7 +287,7 @@ def test_a_full_disk_leaves_the_old_file_alone(tmp_path):
     path = tmp_path / "x"
     path.write_text("old")
     code = (
-        "import resource, signal, sys; from shardrules._base.atomic_write import write_text\n"
+        "import resource, signal, sys; from shardrules._base.io import write_text\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "write_text(sys.argv[1], 'x' * 1_000_000)"

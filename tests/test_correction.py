@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._base.correction import LibraryCorrection
+from shardrules._base.rule_specs import LibraryCorrection
 from shardrules._base.specs import Entries
 from shardrules._core import Corrector
 from shardrules._place.spec_on_mesh import SpecOnMesh

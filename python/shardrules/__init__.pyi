@@ -3,9 +3,9 @@
 from shardrules import compat as compat
 from shardrules import dialects as dialects
 from shardrules import types as types
-from shardrules._base.correction import Correction as Correction
 from shardrules._base.hardware import Hardware as Hardware
 from shardrules._base.io import FileError as FileError
+from shardrules._base.rule_specs import Correction as Correction
 from shardrules._base.rule_specs import RuleSpec as RuleSpec
 from shardrules._base.rule_specs import fsdp as fsdp
 from shardrules._checkpoint.load import load as load

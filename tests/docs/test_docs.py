@@ -70,7 +70,7 @@ def test_docstrings(name):
 BOUNDS = {
     "512 MiB; more with": ("_base.io", "DEFAULT_MEMORY", 512 << 20),
     "100,000 characters": ("_plan.codec", "_MOST_CHARACTERS", 100_000),
-    "TOML | 8 |": ("_plan.files.parsers", "_MOST_LEVELS", 8),
+    "TOML | 8 |": ("_plan.files.rules", "_MOST_LEVELS", 8),
     "100,000,000 bytes": ("_plan.files.safetensors", "_MOST_HEADER_BYTES", 100_000_000),
     "model | 1,000 |": ("_plan.files.models", "_MOST_LEVELS", 1000),
     "64 KiB": ("_plan.files.hardware", "_MOST_BYTES", 64 << 10),

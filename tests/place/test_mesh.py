@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._base.mesh_sizes import parse_mesh
+from shardrules._base.arguments import parse_mesh
 from tests.support.contexts import legacy
 
 

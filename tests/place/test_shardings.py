@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base import specs
-from shardrules._base.correction import LibraryCorrection
+from shardrules._base.rule_specs import LibraryCorrection
 from shardrules._rules.rules import matcher_of
 from tests.support import corpus
 from tests.support.slow import MODELS

@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._base.correction import LibraryCorrection
 from shardrules._base.dtypes import BITS
+from shardrules._base.rule_specs import LibraryCorrection
 from tests.support import corpus
 from tests.support.process_worker import enable_x64
 from tests.support.slow import MODELS, slow

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._base.correction import LibraryCorrection
+from shardrules._base.rule_specs import LibraryCorrection
 from shardrules._plan import check, check_context
 from shardrules._plan.check_context import KINDS
 from shardrules._plan.findings import CheckKind

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._base.correction import LibraryCorrection
+from shardrules._base.rule_specs import LibraryCorrection
 
 MESH = {"fsdp": 8, "tp": 4}
 MIB = 2**20

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._base.correction import LibraryCorrection
+from shardrules._base.rule_specs import LibraryCorrection
 from tests.support import corpus
 from tests.support.slow import some
 

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._base.correction import LibraryCorrection
-from shardrules._base.rule_specs import rule_spec
+from shardrules._base.rule_specs import LibraryCorrection, rule_spec
 from shardrules._base.specs import entries_of
 from shardrules._plan import lock as locks
 from tests.support import corpus

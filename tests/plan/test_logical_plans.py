@@ -13,7 +13,7 @@ from flax.core import meta
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._base.correction import LibraryCorrection
+from shardrules._base.rule_specs import LibraryCorrection
 from shardrules.compat import flax_core_meta, flax_linen_spmd
 
 RULES = sr.LogicalRules(

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._base.correction import LibraryCorrection
+from shardrules._base.rule_specs import LibraryCorrection
 from tests.support import corpus, references
 from tests.support.plans import leaf_bytes, shard_bytes
 from tests.support.slow import MODELS

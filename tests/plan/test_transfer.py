@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base.arguments import MOST
-from shardrules._base.correction import LibraryCorrection
 from shardrules._base.dtypes import bits_of
+from shardrules._base.rule_specs import LibraryCorrection
 from shardrules._base.specs import entries_of
 from tests.support import corpus
 from tests.support.slow import MODELS

@@ -18,7 +18,7 @@ from jax.tree_util import DictKey, SequenceKey, keystr
 
 import shardrules as sr
 from shardrules import Rules
-from shardrules._base.correction import LibraryCorrection
+from shardrules._base.rule_specs import LibraryCorrection
 from shardrules.dialects import Dialect
 
 MESH = {"fsdp": 2, "tp": 2}

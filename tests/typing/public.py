@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardrules as sr
-from shardrules._base.correction import LibraryCorrection
+from shardrules._base.rule_specs import LibraryCorrection
 from shardrules.compat import eformer
 
 RULES = [("kernel", PartitionSpec("fsdp", "tp")), (".*", PartitionSpec())]

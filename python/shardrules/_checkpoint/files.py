@@ -16,8 +16,7 @@ import numpy as np
 from shardrules import _core
 from shardrules._base.io import FileError, opened
 from shardrules._checkpoint.conversion import numpy_dtype
-from shardrules._plan.files.leaves import ArraySpec, StoredFile, state_of
-from shardrules._plan.files.remote import RemoteFile
+from shardrules._plan.files.leaves import ArraySpec, RemoteFile, StoredFile, state_of
 
 if TYPE_CHECKING:
     import io

@@ -17,9 +17,8 @@ import numpy as np
 from jax import tree_util
 
 from shardrules._base.arguments import as_tuple, byte_size, check_items, check_type
-from shardrules._base.atomic_write import sync_directory
 from shardrules._base.dtypes import RANDOM_KEYS, SAFETENSORS, bits_of, given_name, key_dtype
-from shardrules._base.io import FileError, path_of
+from shardrules._base.io import FileError, path_of, sync_directory
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import with_article
 from shardrules._checkpoint.conversion import (

@@ -18,7 +18,7 @@ from shardrules._cli.command import Command, commands
 from shardrules._cli.process import FAILED, code_of, hint, is_quiet, print_note
 from shardrules._cli.types import FILE, KeyValues, did_you_mean
 from shardrules._plan.codec import check_keys, naming
-from shardrules._plan.files.parsers import parse_toml
+from shardrules._plan.files.rules import parse_toml
 
 OWN_FILE: Final = "shardrules.toml"
 # As of rule files in TOML: a table's name takes most.

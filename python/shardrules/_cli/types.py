@@ -57,7 +57,7 @@ class KeyValues(Type):
 
 
 def _mesh(value: str | dict[str, int]) -> dict[str, int]:
-    from shardrules._base.mesh_sizes import checked_sizes, parse_mesh
+    from shardrules._base.arguments import checked_sizes, parse_mesh
 
     return parse_mesh(value) if isinstance(value, str) else checked_sizes(value)
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from shardrules._base.specs import is_partition_spec
 from shardrules._base.text import shown
-from shardrules._rules.names import is_name
+from shardrules._rules.resolver import is_name
 
 
 def loaded(module: str, name: str) -> Any:

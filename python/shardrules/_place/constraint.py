@@ -18,10 +18,9 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten
 
-from shardrules._base.correction import Correction
 from shardrules._base.jax_names import trace_state_check
 from shardrules._base.mistakes import Tree, in_order
-from shardrules._base.rule_specs import Fsdp, RuleSpec
+from shardrules._base.rule_specs import Correction, Fsdp, RuleSpec
 from shardrules._base.specs import (
     entries_of,
     entry_axes,

@@ -11,9 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from shardrules._base.correction import Correction, check_correction
 from shardrules._base.mistakes import check_arrays
-from shardrules._base.rule_specs import Fsdp
+from shardrules._base.rule_specs import Correction, Fsdp, check_correction
 from shardrules._base.text import shown
 from shardrules._core import resolve_all
 from shardrules._place.boxes import unboxed_with_names
@@ -38,7 +37,7 @@ from shardrules._place.spec_trees import (
 )
 from shardrules._rules.dialects import EFORMER
 from shardrules._rules.logical_rules import LogicalRules, resolver_of
-from shardrules._rules.names import logical_names
+from shardrules._rules.resolver import logical_names
 from shardrules._rules.rules import PathRules, Rules, as_rules, matcher_of, where_rules_are
 
 if TYPE_CHECKING:

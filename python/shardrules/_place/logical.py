@@ -10,8 +10,8 @@ from jax import tree_util
 from jax.sharding import PartitionSpec
 
 from shardrules._base.arguments import check_choice, check_type
-from shardrules._base.correction import Correction
 from shardrules._base.mistakes import Tree
+from shardrules._base.rule_specs import Correction
 from shardrules._base.specs import is_partition_spec
 from shardrules._base.text import mesh_shown, nearest
 from shardrules._core import resolve_all
@@ -27,8 +27,7 @@ from shardrules._rules.logical_rules import (
     resolver_in_force,
     rules_in_force,
 )
-from shardrules._rules.names import is_name, spec_of_names
-from shardrules._rules.resolver import UNASSIGNED, Resolution, axes_in
+from shardrules._rules.resolver import UNASSIGNED, Resolution, axes_in, is_name, spec_of_names
 
 _AS_FLAX = Correction(indivisible="keep", rank="keep", pad=False)
 

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
+from shardrules._base.arguments import check_bounds, checked_sizes
 from shardrules._base.jax_names import mesh_contexts, transfer_target
-from shardrules._base.mesh_sizes import check_bounds, checked_sizes
 from shardrules._base.specs import entries_of, is_unconstrained, spec_shown, tags_of
 from shardrules._base.text import mesh_shown, shown
 

@@ -9,9 +9,9 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules._base.arguments import check_type, checked_shape
-from shardrules._base.correction import Correction
 from shardrules._base.dtypes import given_bits
 from shardrules._base.mistakes import check_arrays, in_order
+from shardrules._base.rule_specs import Correction
 from shardrules._place.decider import (
     ByNames,
     ByPaths,

@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr, tree_flatten_with_path
 
 from shardrules._base.arguments import boolean, check_choice
-from shardrules._base.correction import Correction
 from shardrules._base.dtypes import given_float, is_plain_float
 from shardrules._base.mistakes import Tree, check_arrays, in_order
+from shardrules._base.rule_specs import Correction
 from shardrules._base.specs import entries_of, entry_axes, is_partition_spec, spec_shown
 from shardrules._base.text import counted, shown
 from shardrules._place.boxes import is_flax_struct, variable_types

@@ -12,9 +12,9 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
-from shardrules._base.correction import Correction
 from shardrules._base.mistakes import check_arrays
 from shardrules._base.rule_specs import (
+    Correction,
     Fsdp,
     MemoryKind,
     RuleSpec,

@@ -11,9 +11,8 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from shardrules._base.correction import Correction, IndivisiblePolicy, absent_policy
 from shardrules._base.dtypes import given_bits
-from shardrules._base.rule_specs import Fsdp
+from shardrules._base.rule_specs import Correction, Fsdp, IndivisiblePolicy, absent_policy
 from shardrules._base.specs import (
     Dim,
     Entries,

@@ -7,8 +7,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._base.correction import Correction
-from shardrules._base.rule_specs import Fsdp
+from shardrules._base.rule_specs import Correction, Fsdp
 from shardrules._base.specs import is_partition_spec, spec_shown
 from shardrules._base.text import brief, counted, near_shown, shown, with_article
 from shardrules._core import aligned_values

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from shardrules._base.arguments import check_choice
 from shardrules._base.specs import Entries, axes_in_tags
 from shardrules._base.text import counted, mesh_shown
-from shardrules._plan import check_leaves, check_names
+from shardrules._plan import check_leaves
 from shardrules._plan.check_context import (
     CHECKS,
     KINDS,
@@ -50,8 +50,8 @@ from shardrules._plan.kinds import (
 if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
 
-_MODULES: Final = (check_leaves, check_names)
-"""Each registers its checks with `check_of`, as this one does."""
+_MODULE: Final = check_leaves
+"""It registers its checks with `check_of`, as this one does."""
 
 
 def run_checks(

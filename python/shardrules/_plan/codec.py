@@ -18,9 +18,15 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
-from shardrules._base.correction import Correction, LibraryCorrection
 from shardrules._base.io import FileError
-from shardrules._base.rule_specs import Fsdp, RuleSpec, fsdp, rule_spec
+from shardrules._base.rule_specs import (
+    Correction,
+    Fsdp,
+    LibraryCorrection,
+    RuleSpec,
+    fsdp,
+    rule_spec,
+)
 from shardrules._base.specs import (
     Entries,
     entry_axes,

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
-from shardrules._base.correction import Correction
 from shardrules._base.dtypes import bits_of, is_inexact
-from shardrules._base.rule_specs import RuleSpec
+from shardrules._base.rule_specs import Correction, RuleSpec
 from shardrules._base.specs import is_partition_spec
 from shardrules._base.text import brief, shown
 from shardrules._core import resolve_all
@@ -37,7 +36,7 @@ from shardrules._place.spec_trees import (
 )
 from shardrules._plan.fold import Folded, Templates, fold, runs_of, templates_of
 from shardrules._rules.dialects import EFORMER, Dialect
-from shardrules._rules.names import checked_names
+from shardrules._rules.resolver import checked_names
 from shardrules._rules.rules import Rules, matcher_of
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import numpy as np
 from msgspec import Meta
 
+from shardrules._base.arguments import checked_sizes
 from shardrules._base.io import FileError, parse_json, read_bytes
-from shardrules._base.mesh_sizes import checked_sizes
 from shardrules._base.rule_specs import check_memory_kind
 from shardrules._base.specs import Entries, entries_of, entry_axes, spec_shown
 from shardrules._base.text import brief, mesh_shown, shown

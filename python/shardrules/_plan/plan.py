@@ -22,8 +22,8 @@ from shardrules._base.arguments import (
     integer,
     strings,
 )
-from shardrules._base.atomic_write import write_text
 from shardrules._base.dtypes import given_dtype
+from shardrules._base.io import write_text
 from shardrules._base.mistakes import check_arrays
 from shardrules._base.rule_specs import MemoryKind, check_memory_kind, plain_spec
 from shardrules._base.specs import Entries

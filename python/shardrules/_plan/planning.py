@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, Final
 
 from shardrules._base.arguments import as_tuple, check_items
-from shardrules._base.correction import Correction
 from shardrules._base.mistakes import check_arrays, in_order
+from shardrules._base.rule_specs import Correction
 from shardrules._place.decider import ByNames, ByPaths, BySpecs, RulesLike, as_decider
 from shardrules._place.mesh import MeshLike, resolve_mesh
 from shardrules._plan.align import survey_planned

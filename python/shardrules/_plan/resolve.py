@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, cast
 
-from shardrules._base.mesh_sizes import checked_sizes
+from shardrules._base.arguments import checked_sizes
 from shardrules._base.rule_specs import MemoryKind, RuleSpec, memory_kind_of
 from shardrules._base.specs import Entries, entry_axes
 from shardrules._place.mesh import MeshLike, as_mesh, axes_of_type, has_devices

@@ -36,7 +36,7 @@ from shardrules._plan.kinds import REPLICATED, Fit, Kind, Spec, axes_named, kind
 from shardrules._plan.leaves import NO_RULE_NEEDED, LeafType, Leaves, axes_said, grouped
 from shardrules._plan.resolve import SizedMesh, bound_rules
 from shardrules._rules.logical_rules import LogicalRules
-from shardrules._rules.names import checked_names
+from shardrules._rules.resolver import checked_names
 from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:

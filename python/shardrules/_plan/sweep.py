@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._base.arguments import check_type, integer, strings
-from shardrules._base.mesh_sizes import check_bounds, mesh_shapes
+from shardrules._base.arguments import check_bounds, check_type, integer, mesh_shapes, strings
 from shardrules._base.text import (
     brief,
     bytes_shown,

@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from shardrules._base.atomic_write import replace_file
+from shardrules._base.io import replace_file
 from shardrules._program.compiler import compile_whole
 from shardrules._program.hlo import check_hlo
 from shardrules._program.jax_names import calls_python, compiler_input

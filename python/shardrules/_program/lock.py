@@ -9,9 +9,8 @@ from typing import Annotated, Any, Final, NamedTuple, get_args
 
 from msgspec import Meta
 
-from shardrules._base.arguments import check_choice, check_share, integer
+from shardrules._base.arguments import check_choice, check_share, checked_sizes, integer
 from shardrules._base.io import parse_json
-from shardrules._base.mesh_sizes import checked_sizes
 from shardrules._base.text import and_more, bytes_shown, counted, mesh_shown, shown
 from shardrules._plan.codec import FileTable, Listed, Texts, naming, naming_place, record_of
 from shardrules._plan.findings import Finding, Findings, Level

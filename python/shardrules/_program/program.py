@@ -13,7 +13,7 @@ from jax import tree_util
 from jax.sharding import Mesh
 
 from shardrules._base.arguments import check_file, check_type
-from shardrules._base.atomic_write import write_text
+from shardrules._base.io import write_text
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import answer, bytes_shown, mesh_shown, printable
 from shardrules._place.mesh import AnyMesh, has_devices

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeVar, get_args
 
 from shardrules._base.arguments import boolean, check_choice, check_choices, check_type, strings
-from shardrules._base.correction import Correction, LibraryCorrection, check_correction
+from shardrules._base.rule_specs import Correction, LibraryCorrection, check_correction
 from shardrules._base.specs import RankPolicy
 from shardrules._base.text import without_defaults
 from shardrules._rules.patterns import ModeName

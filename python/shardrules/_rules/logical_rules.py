@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardrules._base.arguments import check_type
-from shardrules._base.correction import Correction
 from shardrules._base.jax_names import flax_axis_rules
-from shardrules._base.rule_specs import rule_with_axes
+from shardrules._base.rule_specs import Correction, rule_with_axes
 from shardrules._base.specs import (
     Entries,
     checked_parts,
@@ -28,8 +27,7 @@ from shardrules._rules.dialects import (
     optional_axes_of,
     policy_shown,
 )
-from shardrules._rules.names import check_rules, last_wins
-from shardrules._rules.resolver import Resolver, axes_in, resolver_for
+from shardrules._rules.resolver import Resolver, axes_in, check_rules, last_wins, resolver_for
 from shardrules._rules.rules import Rules
 
 

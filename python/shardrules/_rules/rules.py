@@ -11,9 +11,9 @@ from itertools import chain
 from typing import Any, Final, NoReturn, TypeAlias
 
 from shardrules._base.arguments import boolean, check_type, integer
-from shardrules._base.correction import Correction
 from shardrules._base.mistakes import check_arrays, check_order
 from shardrules._base.rule_specs import (
+    Correction,
     RuleSpec,
     axes_of_rule,
     has_axes,

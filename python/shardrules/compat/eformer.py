@@ -31,7 +31,7 @@ import numpy as np
 from jax.api_util import shaped_abstractify
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardrules._base.correction import LibraryCorrection
+from shardrules._base.rule_specs import LibraryCorrection
 from shardrules._base.specs import entries_of, entry_axes, is_partition_spec, is_unconstrained
 from shardrules._base.text import shown
 from shardrules._place.constraint import is_tracing

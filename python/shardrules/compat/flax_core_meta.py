@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardrules._base.text import shown
 from shardrules._place.boxes import loaded, variable_sharding, variable_types
 from shardrules._place.mesh import AnyMesh, MeshLike, context_mesh, resolve_mesh
-from shardrules._rules.names import logical_names
+from shardrules._rules.resolver import logical_names
 
 if TYPE_CHECKING:
     LogicalNames = tuple[str | None, ...]

@@ -29,8 +29,7 @@ from shardrules._rules.logical_rules import (
     logical_axis_rules,
     set_logical_axis_rules,
 )
-from shardrules._rules.names import last_wins, logical_names, spec_of_names
-from shardrules._rules.resolver import resolve_core
+from shardrules._rules.resolver import last_wins, logical_names, resolve_core, spec_of_names
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec

@@ -50,7 +50,7 @@ def check(
     Exits with 1 for findings of at least the level --fail-on. It is an error if the parameters,
     and the gradients and optimizer that are given, need more than --hbm, or than --budget.
     """
-    from shardrules._cli import planning, process, show
+    from shardrules._cli import planning, process
     from shardrules._plan.files.rules import rule_places
     from shardrules._plan.findings import Declared, Findings
 
@@ -70,12 +70,12 @@ def check(
             print(text, end="")
             return 0 if fail_on == "never" else 1
         process.hint(f"no rule is to be added; check without --fix: {findings.summary}")
-        return show.exit_code(findings, fail_on)
-    show.show_findings(findings, format, *rule_places(how.rules[-1], len(plan.rules)))
+        return process.exit_code(findings, fail_on)
+    process.show_findings(findings, format, *rule_places(how.rules[-1], len(plan.rules)))
     kinds = {finding.kind for finding in findings.at_least("warning")}
     if not rules.companions and kinds & _ADDED:
-        show.print_hint(format, "--fix prints the missing rules")
-    return show.exit_code(findings, fail_on)
+        process.print_hint(format, "--fix prints the missing rules")
+    return process.exit_code(findings, fail_on)
 
 
 def _over(

@@ -28,7 +28,7 @@ def plan(
 ) -> None:  # fmt: skip
     """Show the spec of every array, and its bytes on each device."""
     from shardrules._base.text import bytes_shown
-    from shardrules._cli import planning, show
+    from shardrules._cli import planning, process
     from shardrules._plan.report import heading, plan_json, plan_table
 
     planning.check_targets({"--lock": lock, "--html": html}, (model, *how.rules))
@@ -40,7 +40,7 @@ def plan(
     if lock:
         model_plan.lock(lock)
     if html and page:
-        show.write_report(html, page)
+        process.write_report(html, page)
     if format == "json":
         print(plan_json(model_plan, needed, hbm))
         return

@@ -53,7 +53,7 @@ def prove(
     """
     from shardrules._base.io import FileError
     from shardrules._base.text import printable_json
-    from shardrules._cli import planning, process, show
+    from shardrules._cli import planning, process
     from shardrules._program.memory import OutOfMemory
     from shardrules._program.verify.prove import head_of, prove, time_shown
 
@@ -78,9 +78,9 @@ def prove(
         print(printable_json(proof.to_json()))
     else:
         lines = (head_of(proof), *proof.notes, proof.program, time_shown(proof))
-        show.print_hint(format, *lines)
-        show.show_findings(proof.findings, format)
-    return show.exit_code(proof.findings, fail_on)
+        process.print_hint(format, *lines)
+        process.show_findings(proof.findings, format)
+    return process.exit_code(proof.findings, fail_on)
 
 
 def _mesh(sizes: options.Sizes, on: str | None, slices: int, axis_types: str) -> Any:

@@ -27,7 +27,7 @@ def rehearse(
 
     Exits with 1 for findings of at least the level --fail-on.
     """
-    from shardrules._cli import planning, process, show
+    from shardrules._cli import planning, process
     from shardrules._program.rehearse import rehearse
 
     def step_on(mesh: Any) -> Any:
@@ -35,5 +35,5 @@ def rehearse(
 
     with process.working("running the step"):
         findings = rehearse(step_on, mesh, rtol=rtol)
-    show.show_findings(findings, format)
-    return show.exit_code(findings, fail_on)
+    process.show_findings(findings, format)
+    return process.exit_code(findings, fail_on)

@@ -11,7 +11,7 @@ from shardrules._base.hardware import Hardware, public_hardware
 from shardrules._base.io import FileError, opened, path_of
 from shardrules._base.text import bytes_shown
 from shardrules._plan.codec import check_keys, naming
-from shardrules._plan.files.parsers import parse_toml
+from shardrules._plan.files.rules import parse_toml
 
 _MOST_BYTES: Final = 1 << 16
 

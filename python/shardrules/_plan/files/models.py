@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from shardrules._base.arguments import boolean, check_type, integer
-from shardrules._base.atomic_write import write_bytes
 from shardrules._base.dtypes import given_name, key_dtype
 from shardrules._base.io import (
     DEFAULT_MEMORY,
@@ -24,13 +23,13 @@ from shardrules._base.io import (
     path_of,
     read_bytes,
     unreadable,
+    write_bytes,
 )
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import near_shown, shown
 from shardrules._plan.align import check_distinct
-from shardrules._plan.files.leaves import ArraySpec, ArraySpecs
+from shardrules._plan.files.leaves import ArraySpec, ArraySpecs, RemotePath
 from shardrules._plan.files.modules import file_name
-from shardrules._plan.files.remote import RemotePath
 from shardrules._plan.files.safetensors import (
     INDEX_SUFFIX,
     SUFFIX,

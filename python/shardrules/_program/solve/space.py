@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
-from shardrules._base.correction import Correction
+from shardrules._base.rule_specs import Correction
 from shardrules._base.specs import (
     entries_of,
     entries_of_cuts,

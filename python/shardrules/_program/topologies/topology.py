@@ -9,9 +9,8 @@ from functools import cache, cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._base.arguments import check_type, integer, strings
+from shardrules._base.arguments import check_type, checked_sizes, integer, mesh_shapes, strings
 from shardrules._base.hardware import Hardware, as_hardware
-from shardrules._base.mesh_sizes import checked_sizes, mesh_shapes
 from shardrules._base.text import counted, mesh_shown, near_names, without_defaults
 from shardrules._program.topologies.gpu import GPUS, Hosts
 from shardrules._program.topologies.tpu import GENERATIONS, Slices
