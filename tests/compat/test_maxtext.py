@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import gzip
 import json
+import re
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -15,7 +18,69 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._base.specs import plain_entries
 from shardrules.compat import maxtext
-from tests.support.maxtext_dumps import DUMPS, read_dump
+from tests.support.folders import DATA
+
+DUMPS = sorted((DATA / "maxtext-dumps").glob("*.json.gz"))
+_ACTIVATION = re.compile(r"(?P<dtype>\w+)\[(?P<dims>[0-9,]*)\]")
+
+
+class Dumped(NamedTuple):
+    """Arrays by path: abstract, with their logical names and the spec's entries of MaxText."""
+
+    arrays: dict[str, jax.ShapeDtypeStruct]
+    names: dict[str, tuple[Any, ...]]
+    specs: dict[str, tuple[Any, ...]]
+
+
+class Dump(NamedTuple):
+    mesh: dict[str, int]
+    rules: sr.LogicalRules
+    leaves: Dumped
+    """Parameters and optimizer state; their dtypes are not in a dump."""
+    activations: Dumped
+    """Those that have names, by place, dtype and shape."""
+
+
+def read_dump(path: Path) -> Dump:
+    content = json.loads(gzip.decompress(path.read_bytes()))
+    leaves = {
+        name: (line["shape"], "float32", line["logical"], line["spec"])
+        for name, line in content["leaves"].items()
+    }
+    lines = content["activations"]
+    named = {line["name"]: _activation(line) for line in lines if line["logical"] != "Unknown"}
+    return Dump(
+        content["mesh"],
+        sr.LogicalRules(content["logical_axis_rules"], sr.dialects.MAXTEXT),
+        _dumped(leaves),
+        _dumped(named),
+    )
+
+
+def _dumped(rows: dict[str, tuple[Any, str, Any, Any]]) -> Dumped:
+    return Dumped(
+        {path: jax.ShapeDtypeStruct(row[0], row[1]) for path, row in rows.items()},
+        {path: _entries(row[2]) for path, row in rows.items()},
+        {path: _entries(row[3]) for path, row in rows.items()},
+    )
+
+
+def _activation(line: dict[str, str]) -> tuple[Any, str, Any, Any]:
+    """Names and spec are Python literals; shape and dtype are at the end of the name."""
+    match = _ACTIVATION.fullmatch(line["name"].rpartition(": ")[2])
+    assert match is not None
+    shape = [int(size) for size in match["dims"].split(",") if size]
+    names, spec = (
+        ast.literal_eval(line["logical"]),
+        ast.literal_eval(line["spec"].removeprefix("P")),
+    )
+    return shape, match["dtype"], names, spec
+
+
+def _entries(written: Any) -> tuple[Any, ...]:
+    entries = written if isinstance(written, list | tuple) else (written,)
+    return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in entries)
+
 
 ONE_AXIS_IS_AN_ENTRY = P("x") == P(("x",))  # in later versions of JAX
 NAMES = [path.name.removesuffix(".json.gz") for path in DUMPS]
@@ -54,9 +119,7 @@ class TestGoldenFiles:
             assert not plan_of(dump, part).check().at_least("warning")
 
 
-RULE_LISTS = json.loads(
-    gzip.decompress((Path(__file__).parents[1] / "data" / "maxtext-rules.json.gz").read_bytes())
-)["files"]
+RULE_LISTS = json.loads(gzip.decompress((DATA / "maxtext-rules.json.gz").read_bytes()))["files"]
 SIZES = [
     {"fsdp": 4, "tensor": 4, "model": 4},
     {"data": 2, "stage": 2, "fsdp": 2, "expert": 4, "context": 2, "tensor": 2, "model": 2},
@@ -126,7 +189,7 @@ class TestZero1:
 
     def test_as_maxtext_itself_decided(self):
         """On specs that MaxText's own function was given."""
-        file = json.loads((Path(__file__).parents[1] / "data" / "maxtext-zero1.json").read_text())
+        file = json.loads((DATA / "maxtext-zero1.json").read_text())
         cases = file["shape, spec, spec with data"]
         mesh = sr.resolve_mesh(file["mesh"])
         for shape, spec, expected in cases:

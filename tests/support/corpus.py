@@ -4,22 +4,62 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from functools import cache
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
 
 from examples import demo
+from shardrules._base.dtypes import bits_of
+from shardrules._plan.files.models import read_arrays
 from tests.support.folders import DATA
-from tests.support.manifest import Manifest, Parameter, read_manifest
 
 DEEPSEEK = "flaxpath-deepseek-v3"
 # Tens of thousands of arrays, of layers and experts that are alike.
 LARGEST = {"deepseek-v3", "deepseek-v3-bf16", DEEPSEEK}
 
 Rule = tuple[str, PartitionSpec]
+
+
+class Parameter(NamedTuple):
+    """One array of a model."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """Size of the whole array."""
+        return prod(self.shape) * bits_of(self.dtype) // 8
+
+
+class Manifest(NamedTuple):
+    """All arrays of a model. Names are dotted checkpoint names or slashed tree paths."""
+
+    model: str
+    parameters: tuple[Parameter, ...]
+    separator: str
+    """What separates the components of the names."""
+
+    def flat(self, leaf: Callable[[Parameter], Any]) -> dict[str, Any]:
+        """{name: leaf(parameter)}."""
+        return {p.name: leaf(p) for p in self.parameters}
+
+    def nested(self, leaf: Callable[[Parameter], Any]) -> dict[str, Any]:
+        """Dicts in dicts, one level for each component of the names."""
+        tree: dict[str, Any] = {}
+        for parameter in self.parameters:
+            *outer, last = parameter.name.split(self.separator)
+            node = tree
+            for key in outer:
+                node = node.setdefault(key, {})
+            node[last] = leaf(parameter)
+        return tree
 
 
 def manifest_names() -> list[str]:
@@ -34,7 +74,9 @@ def manifest_path(name: str) -> Path:
 
 @cache
 def manifest(name: str) -> Manifest:
-    return read_manifest(manifest_path(name))
+    arrays = read_arrays(str(manifest_path(name)))
+    parameters = tuple(Parameter(name, a.shape, a.dtype) for name, a in arrays.leaves.items())
+    return Manifest(arrays.name, parameters, arrays.separator)
 
 
 @cache
