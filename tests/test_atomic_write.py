@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import stat
 import struct
 import subprocess
@@ -251,33 +250,6 @@ def test_a_text_that_cannot_be_encoded_leaves_the_old_file_alone(tmp_path):
     with pytest.raises(UnicodeEncodeError):
         write_text(tmp_path / "x", "\ud800")
     assert (tmp_path / "x").read_text() == "old"
-
-
-SIGTERM = """
-import signal, sys, time
-from shardrules._base import io
-signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-fsync = io.os.fsync
-def waits(file):
-    print("writing", flush=True)
-    while True:  # signal.pause() would miss a signal that has just come
-        time.sleep(0.01)
-io.os.fsync = waits
-io.write_text(sys.argv[1], "new" * 100_000)
-"""
-
-
-def test_sigterm_leaves_no_part(tmp_path):
-    path = tmp_path / "x"
-    path.write_text("old")
-    command = [sys.executable, "-c", SIGTERM, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout.readline() == "writing\n"
-        assert len(os.listdir(tmp_path)) == 2
-        child.send_signal(signal.SIGTERM)
-        assert child.wait(20) == 143
-    assert os.listdir(tmp_path) == ["x"]
-    assert path.read_text() == "old"
 
 
 def test_a_full_disk_leaves_the_old_file_alone(tmp_path):

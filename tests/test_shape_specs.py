@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from tests.support import corpus
-from tests.support.references import big_vision_fsdp, by_fullmatch, openpi_fsdp
+from tests.support.references import big_vision_fsdp, openpi_fsdp
 from tests.support.slow import MODELS
 
 MESHES = [
@@ -68,26 +68,6 @@ def test_real_models_get_the_specs_of_big_vision_and_openpi(model, sizes):
     ours = specs(tree, sr.fsdp("fsdp", min_bytes=4 * MIB, min_rank=2), sizes)
     # openpi does not name an axis of one device.
     assert {p: () if sizes["fsdp"] == 1 else spec for p, spec in ours.items()} == theirs
-
-
-@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"data": 2, "fsdp": 12}, {"fsdp": 1}], ids=str)
-@pytest.mark.parametrize("name", ["big_vision__default", "big_vision__jetformer"])
-@pytest.mark.parametrize("model", MODELS)
-def test_real_strategies_on_real_models(model, name, sizes):
-    """Those of big_vision, as docs/guides/recipes.md writes them."""
-    tree = corpus.manifest(model).flat(corpus.with_dtype)
-    strategy = corpus.rule_file(name)["rules"]
-    pairs = [
-        (pattern, sr.fsdp("fsdp", min_bytes=4 * MIB + 1) if one.startswith("fsdp") else P())
-        for pattern, one in strategy
-    ]
-    shardings = sr.named_shardings(tree, sr.Rules(pairs, sr.dialects.BIG_VISION), sizes)
-    patterns = [pattern for pattern, _ in strategy]
-    for path, leaf in tree.items():
-        rule = by_fullmatch(patterns, path)
-        is_cut = rule is not None and strategy[rule][1].startswith("fsdp")
-        expected = big_vision_fsdp(leaf, sizes, "fsdp") if is_cut else P()
-        assert cuts(shardings[path].spec) == cuts(expected), path
 
 
 @given(

@@ -445,16 +445,6 @@ def test_our_boxes_in_linen():
             Layers(metadata=()).init(jax.random.key(0), x)
 
 
-def test_flax_boxes_in_ours():
-    logical = nn.LogicallyPartitioned(np.ones((4, 2)), ("embed", "mlp"))
-    tree = [logical, flax_meta.Partitioned(np.ones(2), ("tp",)), np.ones(1)]
-    assert our_meta.get_partition_spec(tree) == [P("embed", "mlp"), P("tp"), P()]
-    assert our_meta.add_axis(tree, 0, LAYERS)[0].names == ("layers", "embed", "mlp")
-    assert type(our_meta.add_axis(tree, 0, LAYERS)[0]) is nn.LogicallyPartitioned
-    with pytest.raises(flax_errors.PartitioningUnspecifiedError):
-        our_meta.add_axis(tree, 0, {})
-
-
 SHARDING_KEY = "out_sharding" if IS_NEWER else "sharding"
 
 

@@ -60,6 +60,34 @@ def test_the_dialect_of_flax_core(arrays, rules):
     assert got == [spmd.get_pspec(names, rules) for names in tree]
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="flax of that day keeps names otherwise")
+def test_shardings_of_nnx_variables(mesh):
+    from flax import nnx
+    from flax.core import spmd
+
+    rules = [("embed", "fsdp"), ("mlp", "tp"), ("kv", None)]
+    names = {
+        "shorter": ("embed", "kv"),
+        "whole": ("kv", None),
+        "several": ("mlp", "kv"),
+        "scalar": (),
+    }
+    params = {
+        path: nnx.Param(
+            jax.ShapeDtypeStruct((64, 8, 8)[: len(of) + (path == "shorter")], "float32")
+        )
+        for path, of in names.items()
+    }
+    for path, param in params.items():
+        param.set_metadata(out_sharding=names[path])
+    state = nnx.State(params)
+    with spmd.logical_axis_rules(rules):
+        theirs = nnx.get_named_sharding(state, mesh)
+    ours = sr.named_shardings(state, sr.LogicalRules(rules, sr.dialects.FLAX_CORE), mesh)
+    for path in names:
+        assert ours[path].get_value() == theirs[path].get_value(), path
+
+
 MAXTEXT = [name for name in corpus.manifest_names() if name.startswith("maxtext-")]
 
 

@@ -149,14 +149,6 @@ class TestModules:
             assert getattr(model, name) is getattr(given, name)
         np.testing.assert_allclose(model.linear(jnp.ones(8)), given.linear(jnp.ones(8)), rtol=1e-5)
 
-    def test_as_filter_shard_with_one_spec(self, mesh):
-        eqx = pytest.importorskip("equinox")
-        model = eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0))
-        sharding = NamedSharding(mesh, P())
-        both = (sr.shard(model, sharding), eqx.filter_shard(model, sharding))
-        for got, theirs in zip(*map(jax.tree.leaves, both), strict=True):
-            assert got is theirs or got.sharding == theirs.sharding
-
     def test_mistakes_name_the_fix(self, mesh):
         eqx = pytest.importorskip("equinox")
 
