@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from shardrules._program.topologies.gpu import has_plugin
+from shardrules._program.topologies.topology import has_plugin
 
 needs_cuda = pytest.mark.skipif(
     not has_plugin() or os.environ.get("JAX_PLATFORMS") != "cpu",

@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.solve import candidates
-from shardrules._program.solve.price import Machine
 from shardrules._program.solve.search import Search, best_of
 from shardrules._program.solve.space import Space
+from shardrules._program.solve.spread import Machine
 from tests.tpu.marks import needs_libtpu
 
 pytestmark = needs_libtpu

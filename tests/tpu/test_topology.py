@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._program.solve.price import Machine
+from shardrules._program.solve.spread import Machine
 from tests.tpu.marks import needs_libtpu
 
 SHAPES = {

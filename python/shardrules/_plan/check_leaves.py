@@ -31,11 +31,11 @@ from shardrules._plan.check_context import (
 from shardrules._plan.companions import LORA, QUANTIZED, Companion, base_path, fits_rank
 from shardrules._plan.findings import Finding, at_stake
 from shardrules._plan.fold import Folded, fold
-from shardrules._plan.following import dims_at
 from shardrules._plan.kinds import Kind, axes_named
 from shardrules._plan.leaves import first_rules
 from shardrules._plan.memory import DeviceBytes
 from shardrules._plan.path_words import Projection, is_gathered, projections
+from shardrules._plan.resolve import dims_at
 from shardrules._rules.resolver import axes_in
 from shardrules._rules.rules import Rules
 

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from shardrules._plan.diff import PlanDiff
-    from shardrules._plan.explain import Explanation
+    from shardrules._plan.report import Explanation
     from shardrules._plan.sweep import Sweep
     from shardrules._plan.transfer import Transfer
     from shardrules._program.topologies.topology import Topology
@@ -525,10 +525,10 @@ class Plan(Decider):
             >>> why.path, why.leaves, plan.explain("layers/*/w") == why
             ('layers/0/up/w', 4, True)
         """
-        from shardrules._plan import explain
+        from shardrules._plan.report import explanation
 
         check_type("path", path, str, _PATH)
-        return explain.explanation(self, *find(self, path))
+        return explanation(self, *find(self, path))
 
     def specs(self) -> Any:
         """Return the tree of PartitionSpecs, corrected; those of `named_shardings`.

@@ -13,7 +13,6 @@ from shardrules._place.decider import ByNames, ByPaths, BySpecs, RulesLike, as_d
 from shardrules._place.mesh import MeshLike, resolve_mesh
 from shardrules._plan.align import survey_planned
 from shardrules._plan.companions import Companion
-from shardrules._plan.following import with_companions
 from shardrules._plan.leaves import (
     check_rules_are_for_paths,
     decided_by_specs,
@@ -22,7 +21,7 @@ from shardrules._plan.leaves import (
     survey_named,
 )
 from shardrules._plan.plan import Plan
-from shardrules._plan.resolve import put_by_rules, sized_mesh
+from shardrules._plan.resolve import put_by_rules, sized_mesh, with_companions
 from shardrules._rules.rules import Rules
 
 _COMPANIONS: Final = "Companion records: write shardrules.LORA, or [shardrules.stacked('layers')]"

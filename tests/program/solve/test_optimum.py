@@ -12,9 +12,9 @@ import pytest
 
 import shardrules as sr
 from shardrules._program.solve import search as searching
-from shardrules._program.solve.price import Machine, Price
 from shardrules._program.solve.search import Search, best_of, has_solver
 from shardrules._program.solve.space import Space
+from shardrules._program.solve.spread import Machine, Price
 from shardrules._program.solve.terms import Resident, Terms
 from tests.support.random_steps import random_step
 

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import shardrules as sr
-from shardrules._program.solve.price import Machine
+from shardrules._program.solve.spread import Machine
 
 # Round numbers: 100 GB/s inside a node of 8, 10 GB/s between them.
 NODE = sr.Hardware("node", {"bfloat16": 1e14}, 10**12, 1e12, "NVLink", 1e11, 8, 1e10)

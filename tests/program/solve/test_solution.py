@@ -17,9 +17,9 @@ from shardrules._program.memory import Refusal
 from shardrules._program.solve import candidates
 from shardrules._program.solve import solution as solving
 from shardrules._program.solve.candidates import shortlist
-from shardrules._program.solve.price import Machine
 from shardrules._program.solve.search import Search, best_of
 from shardrules._program.solve.space import Space
+from shardrules._program.solve.spread import Machine
 
 AXES = ("fsdp", "tp")
 

@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._program.solve.constraints import spec_of_cuts
 from shardrules._program.solve.layout import StepArrays
-from shardrules._program.solve.price import Machine
 from shardrules._program.solve.space import Space
-from shardrules._program.solve.spread import Spread
+from shardrules._program.solve.spread import Machine, Spread
 from shardrules.dialects import Dialect
 
 AUTO = (AxisType.Auto, AxisType.Auto)

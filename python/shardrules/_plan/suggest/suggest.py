@@ -19,9 +19,8 @@ from shardrules._plan.path_words import AxisUse, projections, uses_of
 from shardrules._plan.plan import Plan
 from shardrules._plan.planning import plan
 from shardrules._plan.suggest.draft import Draft, draft
-from shardrules._plan.suggest.patterns import TIGHTEST
+from shardrules._plan.suggest.patterns import TIGHTEST, Unit, units_of
 from shardrules._plan.suggest.suggestion import CutReason, Reason, Suggestion
-from shardrules._plan.suggest.units import Unit, units_of
 from shardrules._rules.dialects import EFORMER, NNX, Dialect, LogicalDialect
 from shardrules._rules.rules import Rules
 

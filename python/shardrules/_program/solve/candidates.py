@@ -23,7 +23,7 @@ from shardrules._program.memory import Refusal
 from shardrules._program.program import Program, inspect
 from shardrules._program.solve.constraints import constrained_step, spec_of_cuts
 from shardrules._program.solve.layout import STORED
-from shardrules._program.solve.price import Price, Seconds
+from shardrules._program.solve.spread import Price, Seconds
 from shardrules._program.work import flops_of_kernels, product_nodes
 
 if TYPE_CHECKING:

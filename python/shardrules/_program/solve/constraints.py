@@ -17,7 +17,7 @@ from shardrules._base.specs import constraint_line, entries_of_cuts, partition_s
 from shardrules._base.text import printable, record
 from shardrules._place.mesh import axes_of_type
 from shardrules._program.jax_names import user_line
-from shardrules._program.solve.price import PRODUCTS
+from shardrules._program.solve.spread import PRODUCTS
 from shardrules._program.step.equations import (
     BODIES,
     CONSTRAINTS,

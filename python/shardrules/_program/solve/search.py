@@ -22,8 +22,8 @@ from shardrules._program.solve.terms import Resident, Terms
 
 if TYPE_CHECKING:
     from shardrules._program.solve.layout import Assignment
-    from shardrules._program.solve.price import Bounds
     from shardrules._program.solve.space import Space
+    from shardrules._program.solve.spread import Bounds
     from shardrules._program.step.step import Step
 
 _Scope = tuple[int, ...]

@@ -32,9 +32,8 @@ from shardrules._plan.plan import Plan
 from shardrules._plan.planning import plan as plan_by_rules
 from shardrules._plan.report import Page
 from shardrules._plan.suggest.draft import draft_of_specs
-from shardrules._plan.suggest.patterns import TIGHTEST
+from shardrules._plan.suggest.patterns import TIGHTEST, units_of
 from shardrules._plan.suggest.suggestion import CutReason, Reason, Suggestion
-from shardrules._plan.suggest.units import units_of
 from shardrules._program.solve.candidates import (
     Candidate,
     Contender,
@@ -48,9 +47,9 @@ from shardrules._program.solve.candidates import (
 )
 from shardrules._program.solve.constraints import Activation, activations, constrained_step
 from shardrules._program.solve.layout import STORED
-from shardrules._program.solve.price import Machine
 from shardrules._program.solve.search import Search, best_of, has_solver, progress
 from shardrules._program.solve.space import Space, kept_cuts
+from shardrules._program.solve.spread import Machine
 from shardrules._program.step.equations import inputs_of
 from shardrules._program.step.step import Step
 from shardrules._program.topologies.topology import Topology, hardware_on, topology_of

@@ -25,7 +25,7 @@ from shardrules._program.solve.spread import Spread
 from shardrules._program.step.equations import constrains, inputs_of
 
 if TYPE_CHECKING:
-    from shardrules._program.solve.price import Machine
+    from shardrules._program.solve.spread import Machine
     from shardrules._program.step.equations import Cuts
     from shardrules._program.step.factors import Dims
     from shardrules._program.step.step import Step

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardrules._program.solve.price import Price, Seconds, is_apart
-from shardrules._program.solve.spread import Spread
+from shardrules._program.solve.spread import Price, Seconds, Spread, is_apart
 
 if TYPE_CHECKING:
     from shardrules._program.solve.layout import Axes
