@@ -137,10 +137,9 @@ def test_shardings_and_formats_are_renamed(rules):
 def test_what_flax_loses_is_kept():
     host = NamedSharding(MESH, P("fsdp"), memory_kind="unpinned_host")
     assert our_spmd.get_pspec(host, [("fsdp", "tp")]).memory_kind == "unpinned_host"
-    if hasattr(P("fsdp"), "unreduced"):
-        spec = our_spmd.get_pspec(P("embed", unreduced={"tp"}), [("embed", "fsdp")])
-        assert spec == P("fsdp", unreduced={"tp"})
-        assert our_spmd.map_sharding(str.upper, spec) == P("FSDP", unreduced={"tp"})
+    spec = our_spmd.get_pspec(P("embed", unreduced={"tp"}), [("embed", "fsdp")])
+    assert spec == P("fsdp", unreduced={"tp"})
+    assert our_spmd.map_sharding(str.upper, spec) == P("FSDP", unreduced={"tp"})
 
 
 def test_rules_are_those_of_flax_too():

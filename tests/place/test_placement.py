@@ -292,11 +292,10 @@ def test_scalars_are_kept_where_asked(mesh):
         assert placed[name] is given[name]
     assert placed["w"].sharding == sr.named_shardings(given, RULES, mesh)["w"]
     assert isinstance(placed["scalar"], jax.Array)
-    if hasattr(jax, "new_ref"):  # of which it was said that it is abstract
-        with pytest.raises(
-            TypeError, match=r"\['w'\] is Ref.* no array with data.*of a Ref what is in it"
-        ):
-            sr.shard({"w": jax.new_ref(jnp.ones((8, 8)))}, RULES, mesh)
+    with pytest.raises(
+        TypeError, match=r"\['w'\] is Ref.* no array with data.*of a Ref what is in it"
+    ):
+        sr.shard({"w": jax.new_ref(jnp.ones((8, 8)))}, RULES, mesh)
     abstract = {"w": jax.ShapeDtypeStruct((8, 8), "float32"), "step": 3}
     with pytest.raises(TypeError, match=r"\['w'\] is ShapeDtypeStruct"):
         sr.shard(abstract, RULES, mesh, scalars="keep")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -150,11 +150,6 @@ def scalax(rules, tree, strict=True):
     return library.TreePathShardingRule(*rules, strict=strict).apply(tree)
 
 
-def library():
-    reason = "spectrax-lib is not installed"
-    return pytest.importorskip("spectrax.sharding.partition", reason=reason, exc_type=ImportError)
-
-
 def of_dialect(dialect):
     return lambda rules, tree, *_: sr.Rules(rules, dialect).match(tree)
 
@@ -165,7 +160,6 @@ PEERS = {
     "JAXSeq": (of_dialect(sr.dialects.KEYSTR), lambda r, t, *_: references.jaxseq(r, t)),
     "scalax": (of_dialect(sr.dialects.EASYLM), lambda r, t, *_: scalax(r, t)),
     "Spectrax": (spectrax, references.spectrax),
-    "spectrax-lib": (spectrax, lambda *case: library().match_partition_rules(*case)),
 }
 
 
@@ -249,24 +243,6 @@ class TestAgainstKeras:
         assert layouts["dense/kernel"] is layout
         found = layouts.specs({"dense": {"kernel": array(2, 2)}})
         assert found == {"dense": {"kernel": P(None, "model")}}
-
-
-class TestAgainstSpectrax:
-    @given(
-        st.lists(st.sampled_from([1, 2, 6, 8]), max_size=3).map(tuple),
-        st.lists(
-            st.sampled_from([None, "fsdp", "tp", "pp", ("fsdp", "tp"), ("dp", "pp"), ("pp", "ep")]),
-            max_size=4,
-        ),
-    )
-    def test_corrections(self, mesh, shape, entries):
-        axes = [a for e in entries for a in ((e,) if isinstance(e, str) else e or ())]
-        assume(len(set(axes)) == len(axes))
-        rules = sr.Rules([(".*", P(*entries))], replace(sr.dialects.SPECTRAX, scalars="none"))
-        sharding = sr.named_shardings({"a": array(*shape)}, rules, mesh)["a"]
-        assert sharding.spec == library().sanitize_partition_spec_for_mesh_and_shape(
-            P(*entries), mesh=mesh, shape=shape
-        )
 
 
 class TestChoices:

@@ -22,7 +22,6 @@ MAY_BE_MISSING = {
     "qwix": True,  # it brings flax from its repository
     "s3fs": True,
     "scalax": _IS_OLDEST,
-    "spectrax-lib": True,  # it does not import with a JAX of today
 }
 
 
