@@ -454,7 +454,7 @@ BROKEN = [
     # axes of a spec are lost: unreduced, reduced, beside UNCONSTRAINED
     (lambda _: legacy(EXPLICIT), spec_of((8,), P("fsdp", unreduced={"tp"})), ValueError, P("fsdp", unreduced={"tp"})),
     (nothing, lambda m, _: m.get_names_from_partition_spec({"w": P(P.UNCONSTRAINED, "tp")}) == ["tp"], TypeError, True),
-    # the rows of docs/guides/patch.md, and others of eformer.md
+    # the rows of docs/guides/dialects.md, and others of eformer.md
     (legacy, specs([(".*", ("tp", None))]), {"a": ("tp", None)}, {"a": P("tp", None)}),
     (legacy, specs([(".*", P("tp")), ("(", P())]), {"a": P("tp")}, re.error),
     (legacy, lambda m, _: m.match_partition_rules([(".*", P("tp"))], {"a": NoRank()}), AttributeError, {"a": P("tp")}),

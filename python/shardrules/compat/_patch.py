@@ -1,6 +1,6 @@
 """`patch` and `unpatch`: put functions of compat in the place of another library's, in all modules.
 
-They answer alone, so each error of ours is seen. What differs is in docs/guides/patch.md.
+They answer alone, so each error of ours is seen. What differs is in docs/guides/dialects.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LIBRARIES: Final = {
     "eformer": ("eformer.escale.partition.constraints", eformer, "0.0.95", "0.2"),
     "flax": ("flax.linen.spmd", flax_linen_spmd, "0.12.3", "0.13"),
 }
-# Those that are faster. docs/guides/patch.md has the reasons for the others.
+# Those that are faster. docs/guides/dialects.md has the reasons for the others.
 _FUNCTIONS: Final = {
     "eformer": "create_pattern_based_partition_spec get_corrected_named_sharding "
     "make_shard_and_gather_fns match_partition_rules",
@@ -58,7 +58,7 @@ def patch(*libraries: str) -> Patch:
 
     A function is replaced wherever a loaded module has it as a global; not inside other objects,
     such as a functools.partial. It keeps its name, signature and documentation, and does what its
-    namesake in compat does: docs/guides/patch.md says what differs.
+    namesake in compat does: docs/guides/dialects.md says what differs.
 
     Args:
         libraries: "eformer" or "flax", which it imports. What is patched already stays so.
