@@ -78,7 +78,7 @@ class Hardware:
             _check_rate(name, getattr(self, name))
         for name in ("memory_bytes", "link_devices", "torus_dimensions"):
             object.__setattr__(self, name, integer(name, getattr(self, name), 1))
-        check_share("efficiency", self.efficiency)
+        check_fraction("efficiency", self.efficiency)
         object.__setattr__(self, "flops_per_second", flops)
         object.__setattr__(self, "sources", strings("sources", self.sources))
 
@@ -148,7 +148,7 @@ def _public_hardware(parameter: str, name: str) -> Hardware:
     return match
 
 
-def check_share(name: str, value: Any) -> None:
+def check_fraction(name: str, value: Any) -> None:
     """Check a part of a whole."""
     check_real(name, value)
     if not 0 < value <= 1:

@@ -66,7 +66,7 @@ def in_order(*kinds: Kind) -> Callable[[_Function], _Function]:
                 check_order(function.__name__.lstrip("_"), kinds, values)
                 if "tree" in kinds:
                     place = kinds.index("tree")
-                    if isinstance(error, TypeError) and kind_of(values[place]) != "plan":
+                    if isinstance(error, TypeError) and argument_kind(values[place]) != "plan":
                         check_arrays(names[place], values[place])
                     if " JAX " in str(error):
                         _check_dtypes(values[place])
@@ -91,7 +91,7 @@ def _is_of_described_devices(message: str) -> bool:
 def check_order(name: str, kinds: tuple[Kind, ...], arguments: Iterable[Any]) -> None:
     """Check whether a function has refused arguments, None for none, because of their order."""
     pairs = zip(kinds, arguments, strict=False)
-    places = [(kind, kind_of(argument)) for kind, argument in pairs if argument is not None]
+    places = [(kind, argument_kind(argument)) for kind, argument in pairs if argument is not None]
     expected = [kind for kind, _ in places]
     # A plan decides as rules do, where no plan of its own is expected.
     also = {} if "plan" in expected else {"plan": "rules"}
@@ -106,7 +106,7 @@ def check_order(name: str, kinds: tuple[Kind, ...], arguments: Iterable[Any]) ->
         ) from None
 
 
-def kind_of(argument: Any) -> Kind | Literal["specs", "other"]:
+def argument_kind(argument: Any) -> Kind | Literal["specs", "other"]:
     """Return what an argument seems to be; "specs" may be rules or a tree."""
     if isinstance(argument, str | os.PathLike):
         return "path"

@@ -108,7 +108,7 @@ def is_on_host(kind: MemoryKind | None) -> bool:
     return kind not in (None, "device")
 
 
-def in_memory(text: str, kind: MemoryKind | None) -> str:
+def in_memory_shown(text: str, kind: MemoryKind | None) -> str:
     """Return the text of a spec with its memory kind, if any: P('tp') in pinned_host."""
     return text if kind is None else f"{text} in {kind}"
 
@@ -209,7 +209,7 @@ def rule_with_axes(spec: Any, parts: Mapping[str, tuple[str, ...]]) -> Any:
 
 def rule_spec_shown(spec: Any) -> str:
     """Return the spec of a rule as people write it, with its memory kind."""
-    return in_memory(spec_shown(plain_spec(spec)), memory_kind_of(spec))
+    return in_memory_shown(spec_shown(plain_spec(spec)), memory_kind_of(spec))
 
 
 _MIN_BYTES: Final = 4 * 2**20

@@ -145,14 +145,14 @@ def load(
         if jax.process_index() == 0 and is_part(str(arrays.path)):
             _LOG.warning("load: %s is a part of a model; its directory has all", arrays.path)
         problems = Problems(arrays.name)
-        _check_dtypes(arrays, problems)
+        _check_unpacked(arrays, problems)
         records = forwards(followed)
         abstract, targets = matched(
             arrays.leaves, tree, records, wanted_dtype, problems, selection=selection
         )
         leaves, treedef, shardings = requested_shardings(abstract, rules, mesh)
-        stored = {name: _stored(leaf) for name, leaf in arrays.leaves.items()}
-        jobs = _jobs_of(targets, leaves, shardings, stored)
+        stored = {name: _as_in_file(leaf) for name, leaf in arrays.leaves.items()}
+        jobs = _load_jobs(targets, leaves, shardings, stored)
         call.agree(
             lambda: [
                 *_samples(stored),
@@ -176,7 +176,7 @@ def load(
     return treedef.unflatten(values)
 
 
-def _jobs_of(
+def _load_jobs(
     targets: Sequence[tuple[str, Target | None]],
     leaves: Sequence[Any],
     shardings: Sequence[Any],
@@ -196,7 +196,7 @@ def _jobs_of(
     return jobs
 
 
-def _stored(array: ArraySpec) -> ArraySpec:
+def _as_in_file(array: ArraySpec) -> ArraySpec:
     """Return what is in the file: of random keys, their words."""
     if key_dtype(array.dtype) is None:
         return array
@@ -260,7 +260,7 @@ def _value_instead(selection: Selection, path: str, spec: Any, leaf: Any, shardi
     return initial(path, selection.made[path], spec, checked_sharding(path, sharding))
 
 
-def _check_dtypes(arrays: Arrays, problems: Problems) -> None:
+def _check_unpacked(arrays: Arrays, problems: Problems) -> None:
     for name, leaf in arrays.leaves.items():
         if bits_of(leaf.dtype) < 8:
             problems.add(

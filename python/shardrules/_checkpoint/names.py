@@ -104,7 +104,7 @@ class Rename:
         path = template("path", self.path)
         dims = Arrangement((), ()) if self.dims is None else arrangement(self.dims)
         _check_fields(self, name, path, dims)
-        _check_axes(self, name, path, dims)
+        _check_arrangement(self, name, path, dims)
 
 
 class Field(NamedTuple):
@@ -244,7 +244,7 @@ def _check_fields(record: Rename, name: Template, path: Template, dims: Arrangem
                 )
 
 
-def _check_axes(record: Rename, name: Template, path: Template, dims: Arrangement) -> None:
+def _check_arrangement(record: Rename, name: Template, path: Template, dims: Arrangement) -> None:
     if record.dims is None and (record.sizes or record.resize):
         raise ValueError("sizes and resize are for the axes of dims: give dims, too")
     for axis in dims.stacked:

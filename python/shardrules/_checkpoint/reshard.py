@@ -234,12 +234,12 @@ def _moves_by_paths(
             target.shape,
             prod(target.shape) * spec.dtype.itemsize,
             tuple({row[part.source]: None for part in target.parts}),
-            partial(_made, target, live, spec.dtype, to),
+            partial(_made_leaf, target, live, spec.dtype, to),
         )
     return abstract, moves
 
 
-def _made(
+def _made_leaf(
     target: Target, live: Mapping[str, Any], dtype: Any, sharding: NamedSharding
 ) -> tuple[Any, Any]:
     if not target.is_plain:

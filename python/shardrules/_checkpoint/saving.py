@@ -54,7 +54,7 @@ _PART: Final = ".part"
 _MOST_JOINED: Final = 1 << 30
 
 
-class _Entry(NamedTuple):
+class _ArrayToWrite(NamedTuple):
     """An array to write, and where it begins in which file."""
 
     name: str
@@ -132,7 +132,7 @@ def save(
                 "renames", as_tuple("renames", renames, "Renames"), Rename, A_RENAME
             )
             most = byte_size("shard_bytes", shard_bytes)
-            entries = _placed(_arrays_to_write(tree, followed), most)
+            entries = _placed_in_files(_arrays_to_write(tree, followed), most)
             count = entries[-1].file + 1
             files = [_File(f"model-{i + 1:05}-of-{count:05}.safetensors",
                            [entry for entry in entries if entry.file == i])
@@ -186,7 +186,7 @@ def _check_absent(path: Path) -> None:
         )
 
 
-def _arrays_to_write(tree: Any, renames: Sequence[Rename]) -> list[_Entry]:
+def _arrays_to_write(tree: Any, renames: Sequence[Rename]) -> list[_ArrayToWrite]:
     """Return the arrays to write, in order."""
     names, leaves = leaf_paths(tree), tree_util.tree_leaves(tree)
     check_distinct(names, "a file has each name once")
@@ -220,16 +220,16 @@ def _arrays_to_write(tree: Any, renames: Sequence[Rename]) -> list[_Entry]:
     return [_entry_of(name, target, live) for name, target in targets.by_path.items()]
 
 
-def _entry_of(name: str, target: Target, live: Mapping[str, Any]) -> _Entry:
+def _entry_of(name: str, target: Target, live: Mapping[str, Any]) -> _ArrayToWrite:
     """Return an array to write; of random keys, their words."""
-    make = partial(_made, target, live)
+    make = partial(_made_array, target, live)
     if key_dtype(target.dtype) is None:
-        return _Entry(name, target.shape, target.dtype, make)
+        return _ArrayToWrite(name, target.shape, target.dtype, make)
     shape = (*target.shape, bits_of(target.dtype) // 32)
-    return _Entry(name, shape, "uint32", lambda: jax.random.key_data(make()), target.dtype)
+    return _ArrayToWrite(name, shape, "uint32", lambda: jax.random.key_data(make()), target.dtype)
 
 
-def _made(target: Target, live: Mapping[str, Any]) -> Any:
+def _made_array(target: Target, live: Mapping[str, Any]) -> Any:
     """Make an array: what renames rearrange on the host, or spread over the devices of a part."""
     if target.is_plain:
         return live[target.parts[0].source]
@@ -244,7 +244,7 @@ def _made(target: Target, live: Mapping[str, Any]) -> Any:
 
 def _check_double(name: str, double: Target, target: Target, live: Mapping[str, Any]) -> None:
     """Check that what a `shared` record made is still a copy."""
-    copy, saved = (_made(each, live) for each in (double, target))
+    copy, saved = (_made_array(each, live) for each in (double, target))
     if copy.shape != saved.shape or not jax.numpy.array_equal(copy, saved, equal_nan=True):
         raise ValueError(
             f"renames: {double.parts[0].source} is no copy of {name} any more, as shared=True "
@@ -252,9 +252,9 @@ def _check_double(name: str, double: Target, target: Target, live: Mapping[str, 
         )
 
 
-def _placed(arrays: list[_Entry], shard_bytes: int) -> list[_Entry]:
+def _placed_in_files(arrays: list[_ArrayToWrite], shard_bytes: int) -> list[_ArrayToWrite]:
     """Give the arrays their places in files."""
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, _ArrayToWrite] = {}
     file = offset = 0
     for array in arrays:
         name, dtype = array.name, array.dtype
@@ -274,7 +274,7 @@ def _placed(arrays: list[_Entry], shard_bytes: int) -> list[_Entry]:
 class _File:
     """A file of the checkpoint, which has another name until all is written."""
 
-    def __init__(self, name: str, entries: list[_Entry]) -> None:
+    def __init__(self, name: str, entries: list[_ArrayToWrite]) -> None:
         self.name, self.entries = name, entries
         keys = {entry.name: _IMPLEMENTATIONS[entry.key] for entry in entries if entry.key}
         metadata = {"format": "pt", **({KEYS: json.dumps(keys)} if keys else {})}

@@ -148,10 +148,10 @@ def targets_of(
         # An array of the path's own goes before what is shared.
         unshared = [part for part in parts if part.record is None or not part.record.rename.shared]
         try:
-            targets[path] = _target(unshared or parts, arrays)
+            targets[path] = _joined_target(unshared or parts, arrays)
             if unshared and len(unshared) < len(parts):
                 shared = [part for part in parts if part not in unshared]
-                doubles.append((path, _target(shared, arrays)))
+                doubles.append((path, _joined_target(shared, arrays)))
         except _MisfitError as error:
             problems.add(str(error), path)
     for record in records:
@@ -188,7 +188,7 @@ def _found_parts(
             parts_by_path[name].append(_Found(name, None, *_as_it_is(array.shape), {}))
         for record, values in matches:
             try:
-                for path, part in _parts(name, array.shape, record, values):
+                for path, part in _parts_of_array(name, array.shape, record, values):
                     if record.is_back:
                         _check_back(record, values, name, path, forward)
                     parts_by_path[path].append(part)
@@ -224,7 +224,7 @@ def _finds(record: DirectedRename, names: Iterable[str]) -> bool:
     return any(record.values(name) is not None for name in names)
 
 
-def _parts(
+def _parts_of_array(
     name: str, shape: Shape, record: DirectedRename, values: Mapping[str, str]
 ) -> Iterator[tuple[str, _Found]]:
     """Yield (path, part) for each part of the array; nothing if it is left out."""
@@ -388,13 +388,13 @@ def _count(record: DirectedRename, axis: str, dims: Arrangement, shape: Shape) -
     return size // prod(others)
 
 
-def _target(members: Sequence[_Found], arrays: Mapping[str, ArraySpec]) -> Target:
+def _joined_target(members: Sequence[_Found], arrays: Mapping[str, ArraySpec]) -> Target:
     """Put the parts of a target together."""
     first = members[0]
     axes = _stacking_axes(first)
     if any(_stacking_axes(part) != axes for part in members):
         raise _MisfitError("renames with different dims make it; only one can stack arrays")
-    dtypes = sorted({_dtype(part, arrays) for part in members})
+    dtypes = sorted({_dtype_of_part(part, arrays) for part in members})
     if len(dtypes) > 1:
         raise _MisfitError(f"its parts have the dtypes {', '.join(dtypes)}; give one in dtype")
     if len({tuple(part.stacked.values()) for part in members}) < len(members):
@@ -439,7 +439,7 @@ def _stacking_axes(part: _Found) -> dict[int, str]:
     return {dim: axis for dim, axis in firsts if axis in part.stacked}
 
 
-def _dtype(part: _Found, arrays: Mapping[str, ArraySpec]) -> str:
+def _dtype_of_part(part: _Found, arrays: Mapping[str, ArraySpec]) -> str:
     """Return the record's dtype, or the array's."""
     dtype = arrays[part.name].dtype
     if part.record is None or part.record.rename.dtype is None or part.record.is_back:

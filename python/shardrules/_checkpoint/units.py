@@ -312,7 +312,7 @@ def _whole(
 
 def _value(job: Job, view: _View, memory: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
     """Return a box that one block fills."""
-    return _as_dtype(job, view.of(memory))
+    return _as_job_dtype(job, view.of(memory))
 
 
 def _assembled(
@@ -323,12 +323,12 @@ def _assembled(
     # numpy copies the elements of dtypes that are not its own one by one.
     bits = np.dtype(f"u{job.dtype.itemsize}") if job.dtype.kind == "V" else job.dtype
     for view in views:
-        part = _as_dtype(job, view.of(memory))
+        part = _as_job_dtype(job, view.of(memory))
         values.view(bits)[slices_in(view.filled, box)] = part.view(bits)
     return values
 
 
-def _as_dtype(job: Job, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _as_job_dtype(job: Job, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     try:
         return converted(values, job.dtype)
     except LossError as error:

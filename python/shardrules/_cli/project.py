@@ -45,7 +45,7 @@ def run_jobs(
         raise click.UsageError(text, ctx)
     if not named:
         _check_owner(path)
-    jobs = _jobs_of(command, path, read_jobs(path), job)
+    jobs = _jobs_of_command(command, path, read_jobs(path), job)
     if len(jobs) > 1:
         _check_of_several(ctx, [*jobs])
     hint(f"project file: {path}")
@@ -72,7 +72,7 @@ def _check_owner(path: Path) -> None:
             )
 
 
-def _jobs_of(command: Command, path: Path, jobs: Jobs, name: str | None) -> Jobs:
+def _jobs_of_command(command: Command, path: Path, jobs: Jobs, name: str | None) -> Jobs:
     """Return the jobs that have the arguments of a command; with a name, that one."""
     if name is not None:
         if name not in jobs:
@@ -160,8 +160,8 @@ def read_jobs(path: Path) -> Jobs:
         merged[name] = {**of_all, **job}
         if not any(_is_of(command, merged[name]) for command in _job_commands()):
             raise FileError(f"{where}: it has neither a model to check nor a function to prove")
-        _check(where, job, [merged[name]])
-    _check(f"{path}", of_all, [*merged.values()])
+        _check_jobs(where, job, [merged[name]])
+    _check_jobs(f"{path}", of_all, [*merged.values()])
     return merged
 
 
@@ -192,7 +192,7 @@ def _types_of(parameter: Any) -> tuple[type, ...]:
     return (*types, list) if getattr(parameter, "multiple", False) else types
 
 
-def _check(where: str, table: dict[str, Any], jobs: list[dict[str, Any]]) -> None:
+def _check_jobs(where: str, table: dict[str, Any], jobs: list[dict[str, Any]]) -> None:
     """Check that some command of these jobs reads each key and item, and the types of values.
 
     What a value means is for each command.

@@ -56,19 +56,19 @@ class KeyValues(Type):
         return value[0], self.value(value[1])
 
 
-def _mesh(value: str | dict[str, int]) -> dict[str, int]:
+def _mesh_sizes(value: str | dict[str, int]) -> dict[str, int]:
     from shardrules._base.arguments import checked_sizes, parse_mesh
 
     return parse_mesh(value) if isinstance(value, str) else checked_sizes(value)
 
 
-def _names(value: str | list[str]) -> tuple[str, ...]:
+def _split_names(value: str | list[str]) -> tuple[str, ...]:
     names = value.split(",") if isinstance(value, str) else value
     return tuple(name.strip() for name in names if name.strip())
 
 
 def _axes(value: str | list[str]) -> tuple[str, ...]:
-    names = _names(value)
+    names = _split_names(value)
     if odd := next((name for name in names if "=" in name), None):
         raise ValueError(
             f"{odd!r} has a size, and all sizes are tried; write {odd.partition('=')[0]}"
@@ -105,7 +105,7 @@ def _share(value: str) -> float:
     raise ValueError(f"{value!r}: write a part, such as 2%")
 
 
-def _dtype(value: str) -> str:
+def _dtype_of_text(value: str) -> str:
     from shardrules._base.dtypes import numpy_name
 
     return numpy_name(value)
@@ -148,7 +148,7 @@ def _level(value: Any) -> Any:
     return value
 
 
-def _choices(text: str) -> list[Any]:
+def _values_to_try(text: str) -> list[Any]:
     """Return values of --try: numbers, true, false, none, and else texts."""
     words: dict[str, Any] = {"true": True, "false": False, "none": None}
 
@@ -158,7 +158,7 @@ def _choices(text: str) -> list[Any]:
                 return read(word)
         return words.get(word.lower(), word)
 
-    return list(map(choice, _names(text)))
+    return list(map(choice, _split_names(text)))
 
 
 def did_you_mean(word: str, words: Any) -> str:
@@ -177,15 +177,15 @@ def _odd_sent(key: str) -> str:
 
 FILE: Final = click.Path(readable=False)  # whose names shells complete
 FILE.name = "file"
-MESH = Type("mesh", _mesh, str, dict)
+MESH = Type("mesh", _mesh_sizes, str, dict)
 AXES = Type("axes", _axes, str, list)
 BYTES, MEMORY = Type("bytes", _bytes, str, int), Type("bytes", _memory, str, int)
 TOPOLOGY = Type("topology", _topology)
 SHARE = Type("share", _share)
-DTYPE = Type("dtype", _dtype)
-DTYPE_OR_SAME = Type("dtype", lambda value: value == "same" or _dtype(value))
+DTYPE = Type("dtype", _dtype_of_text)
+DTYPE_OR_SAME = Type("dtype", lambda value: value == "same" or _dtype_of_text(value))
 DIALECT, HARDWARE = Type("name", _dialect), Type("name", _hardware)
 LEVELS = KeyValues("kind=level", _level, _odd_kind)
-TRIES = KeyValues("keyword=values", _choices)
+TRIES = KeyValues("keyword=values", _values_to_try)
 PLANNED_BUDGET = KeyValues("memory=bytes", _memory, _odd_planned)
 SENT_BUDGET = KeyValues("what=bytes", _bytes, _odd_sent)

@@ -104,7 +104,7 @@ def shard(
         call.agree(lambda: rows_of(tree, targets, options))
     placed_at = [i for i, sharding in enumerate(targets) if sharding is not None]
     shardings: list[Any] = [targets[i] for i in placed_at]
-    ready = [leaves[i] if dtype is None else converted(leaves[i], dtype) for i in placed_at]
+    ready = [leaves[i] if dtype is None else with_float_dtype(leaves[i], dtype) for i in placed_at]
     inputs = list(leaves)
     donated = Donated(inputs if donate else ())
     arrays = put(ready, shardings, donate=donate and donated.are_apart())
@@ -116,7 +116,7 @@ def shard(
     return result
 
 
-def converted(leaf: Any, dtype: Any) -> Any:
+def with_float_dtype(leaf: Any, dtype: Any) -> Any:
     """Return the leaf with this dtype, if it is a floating array of 16 bits or more."""
     if dtype is None:
         return leaf

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._base.rule_specs import Fsdp, has_axes, in_memory, is_on_host, rule_spec
+from shardrules._base.rule_specs import Fsdp, has_axes, in_memory_shown, is_on_host, rule_spec
 from shardrules._base.specs import as_placed, as_written, spec_shown
 from shardrules._base.text import and_more, bytes_shown, counted, mesh_shown, printable, record
 from shardrules._plan.align import match_leaves
@@ -49,7 +49,7 @@ def plan_fingerprint(plan: Plan) -> str:
 def kind_written(kind: Kind) -> str:
     """Return the shape, dtype and place of leaves: equal for specs that are alike as written."""
     counted = "" if kind.status == "placed" else _written(kind._counted)
-    placed = in_memory(_written(kind.spec), kind.memory_kind)
+    placed = in_memory_shown(_written(kind.spec), kind.memory_kind)
     return f"{kind.shape}\t{dtype_shown(kind)}\t{placed}{counted}"
 
 

@@ -105,7 +105,7 @@ def fold(
             # Its numbers are in the path as they are, if there is only one of each.
             values = [numbers_of[i] for numbers_of in sets]
             is_single = end - begin == 1 or all(len(numbers_of) == 1 for numbers_of in values)
-            parts = (paths[row],) if is_single else _parts(names[template_of[row]], values)
+            parts = (paths[row],) if is_single else _template_parts(names[template_of[row]], values)
             folded.append(Folded(parts, group, order[begin:end]))
     return [folded[i] for i in np.argsort(np.concatenate(firsts)).tolist()]
 
@@ -184,7 +184,7 @@ def _sets(product_of: npt.NDArray[np.intp], column: npt.NDArray[np.int64]) -> li
     return [numbers[begin:end] for begin, end in itertools.pairwise([0, *ends])]
 
 
-def _parts(template: str, values: list[list[int]]) -> tuple[str, ...]:
+def _template_parts(template: str, values: list[list[int]]) -> tuple[str, ...]:
     """Return the template's texts and the sets of its holes; a set of one number is text."""
     first, *texts = template.split(_HOLE)
     parts = [first]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from shardrules._base.rule_specs import Fsdp, MemoryKind, in_memory
+from shardrules._base.rule_specs import Fsdp, MemoryKind, in_memory_shown
 from shardrules._base.specs import Entries, entries_of, entry_axes, is_unconstrained, spec_shown
 from shardrules._base.text import record
 from shardrules._place.spec_on_mesh import LostAxes, SpecOnMesh
@@ -217,7 +217,7 @@ def problem_shown(kind: Kind) -> str | None:
 
 def placement_shown(kind: Kind) -> str:
     """Format the spec and the memory kind as people write them; - for leaves not placed."""
-    return in_memory(spec_shown(kind.spec), kind.memory_kind)
+    return in_memory_shown(spec_shown(kind.spec), kind.memory_kind)
 
 
 @lru_cache(maxsize=4096)

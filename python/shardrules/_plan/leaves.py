@@ -258,7 +258,7 @@ def _needs_no_rule(leaf: LeafType, rules: Rules) -> bool:
     )
 
 
-def decided_by_specs(leaves: Leaves, specs: Any, correction: Correction | None = None) -> Leaves:
+def leaves_by_specs(leaves: Leaves, specs: Any, correction: Correction | None = None) -> Leaves:
     """Decide leaves by specs or shardings, one for all or a tree of them."""
     decided = redecided(leaves, _rules_of_specs(leaves, specs, correction))
     return replace(decided, by_specs=True, is_corrected=correction is not None)

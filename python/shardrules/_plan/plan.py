@@ -36,7 +36,7 @@ from shardrules._plan.align import PlannedLeaves, leaves_in_plan, put_as_planned
 from shardrules._plan.findings import NOTHING, CheckKind, Declared, Findings, Level, all_declared
 from shardrules._plan.fold import Folded, find, row_of
 from shardrules._plan.kinds import DEFAULT_LARGE, Kind, Spec, coverage_of
-from shardrules._plan.leaves import Leaves, axes_said, decided_by_specs, redecided, survey
+from shardrules._plan.leaves import Leaves, axes_said, leaves_by_specs, redecided, survey
 from shardrules._plan.memory import DeviceBytes, Training, hbm_bytes
 from shardrules._plan.report import HasSection, Page, plan_page, plan_text, table_html
 from shardrules._plan.resolve import OnMesh, SizedMesh, put_by_rules, sized_mesh
@@ -222,7 +222,7 @@ class Plan(Decider):
         elif isinstance(decider, ByPaths):
             leaves = redecided(self._leaves, decider.rules)
         else:
-            leaves = decided_by_specs(self._leaves, rules)
+            leaves = leaves_by_specs(self._leaves, rules)
         # What was declared is about the rules of this plan.
         return Plan._of(partial(put_by_rules, leaves), self._mesh)
 

@@ -15,7 +15,7 @@ from shardrules._plan.align import survey_planned
 from shardrules._plan.companions import Companion
 from shardrules._plan.leaves import (
     check_rules_are_for_paths,
-    decided_by_specs,
+    leaves_by_specs,
     mesh_of_shardings,
     survey,
     survey_named,
@@ -92,7 +92,7 @@ def plan(
         check_rules_are_for_paths(leaves, decider.rules, tree)
         leaves = with_companions(leaves, decider.rules, records)
     else:
-        leaves = decided_by_specs(survey(tree, Rules(())), rules, correction)
+        leaves = leaves_by_specs(survey(tree, Rules(())), rules, correction)
     planned = Plan._of(partial(put_by_rules, leaves), on)
     if all(kind.shape is None for kind in planned.kinds):
         check_arrays("tree", tree, needs_shape=True)

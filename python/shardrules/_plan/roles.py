@@ -212,7 +212,7 @@ def roles_of(
         array.contracted = _contracted(array, width, is_in_out)
         is_named = ATTENTION.is_name(array.name) and array.experts == 1
         array.is_attention = is_named and (array.makes_heads or array.block in attending)
-    roles = [_dims(*pair) for pair in zip(arrays, _widths(arrays, width), strict=True)]
+    roles = [_dims(*pair) for pair in zip(arrays, _residual_widths(arrays, width), strict=True)]
     queries: dict[tuple[str, ...], int] = defaultdict(int)
     for array, dims in zip(arrays, roles, strict=True):
         if array.is_attention:
@@ -308,7 +308,7 @@ def _residual_width(arrays: list[_Array]) -> int:
     return max(votes, key=lambda size: (votes[size], -size), default=0)
 
 
-def _widths(arrays: list[_Array], width: int) -> list[frozenset[int]]:
+def _residual_widths(arrays: list[_Array], width: int) -> list[frozenset[int]]:
     """Find the residual widths near each array: its tower's; outside of towers, all.
 
     That of a tower is the size that most of its leaves have, among those that leaves outside have

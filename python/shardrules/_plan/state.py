@@ -130,10 +130,10 @@ def find_parameters(
     row_of = {**_rows_without_prefix(params, boundary), **params.rows}
     flat_names = functools.cache(lambda: _rows_of_flat_names(params))
     # A module may be called as a field of the state, such as `mu`.
-    others = functools.cache(lambda name: list(_ends(name, row_of, boundary))[1:])
+    others = functools.cache(lambda name: list(_ends_of_path(name, row_of, boundary))[1:])
     choices: list[list[tuple[str, int]]] = []
     for path in state.paths:
-        first = next(_ends(path, row_of, boundary), None)
+        first = next(_ends_of_path(path, row_of, boundary), None)
         if first is None:
             last = max((passed.end() for passed in boundary.finditer(path)), default=0)
             choices.append([(path[:last], _row_of_flat_name(path[last:], flat_names))])
@@ -168,7 +168,7 @@ def _own_axes(
     ]
 
 
-def _ends(
+def _ends_of_path(
     path: str, row_of: Mapping[str, int], boundary: re.Pattern[str]
 ) -> Iterator[tuple[int, int]]:
     """Yield (where it begins, row) for each end of the path that is a parameter's path."""

@@ -140,7 +140,7 @@ def sweep_meshes(
         hbm = devices.hardware.memory_bytes if hbm is None else hbm
         meshes = devices.meshes(names)
     elif meshes is None:
-        _check_axes(plan, names)
+        _check_axis_names(plan, names)
         count = plan.devices if devices is None else integer("devices", devices, 1)
         meshes = factorizations(count, names)
     else:
@@ -157,7 +157,7 @@ def sweep_meshes(
     return Sweep(_best_first(rows, _TIE * (hbm or 0)), _guessed=plan._leaves.guessed)
 
 
-def _check_axes(plan: Plan, names: tuple[str, ...]) -> None:
+def _check_axis_names(plan: Plan, names: tuple[str, ...]) -> None:
     """Refuse an axis that is a misspelling of one of the plan's, which is not among them."""
     missing = plan.axis_sizes.keys() - set(names)
     for axis in set(names) - plan.axis_sizes.keys():

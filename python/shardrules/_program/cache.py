@@ -64,7 +64,7 @@ def finished(lowered: Any, mesh: Any, *, is_kept: bool) -> Finished | Refusal:
     path, begin = _path_of(lowered, mesh) if is_kept else None, time.perf_counter()
     if path is not None:
         with suppress(*_DAMAGES):
-            return Finished(_read(path), time.perf_counter() - begin)
+            return Finished(_read_kept(path), time.perf_counter() - begin)
     compiled = compile_whole(lowered, mesh)
     if isinstance(compiled, Refusal):
         return compiled
@@ -120,7 +120,7 @@ def _write(path: Path, text: str) -> None:
         _remove_oldest(path.parent)
 
 
-def _read(path: Path) -> str:
+def _read_kept(path: Path) -> str:
     """Read an entry, which is then the one that was used last.
 
     Raises:

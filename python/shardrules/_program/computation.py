@@ -235,7 +235,7 @@ def trips(
     )
     if index.opcode != "get-tuple-element" or index.element is None or bound is None:
         return None
-    first = _element(computation, loop.operands[0], index.element)
+    first = _constant_element(computation, loop.operands[0], index.element)
     step = _trip_step(body, index.element)
     if first is None or step is None or step <= 0:
         return None
@@ -258,7 +258,7 @@ def _constant_value(computation: Computation, name: str) -> int | None:
     return int(source.literal) if is_number else None
 
 
-def _element(computation: Computation, name: str, element: int) -> int | None:
+def _constant_element(computation: Computation, name: str, element: int) -> int | None:
     """Return the constant that is an element of a tuple."""
     source = _source(computation, name)
     if source.opcode != "tuple" or element >= len(source.operands):

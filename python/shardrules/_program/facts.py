@@ -93,10 +93,10 @@ class Facts:
             if opcode in MOVES or opcode in GATHERS:
                 return sources[0]
             if opcode in SLICES:
-                return _times(sources[0], self.layers(values.made_of[node][0], node))
+                return _times_layers(sources[0], self.layers(values.made_of[node][0], node))
             if opcode == "dynamic-update-slice":
                 layers = self.layers(node, values.made_of[node][1])
-                part = _times(sources[1], 1 / layers) if layers > 1 else _COMPUTED
+                part = _times_layers(sources[1], 1 / layers) if layers > 1 else _COMPUTED
                 return _met([sources[0], part])
             if opcode in _SCALES and _BROADCAST in sources:
                 rest = [origin for origin in sources if origin != _BROADCAST]
@@ -241,7 +241,7 @@ class Facts:
                         pending.append((user, _followed(values, value, user, dim)))
 
 
-def _times(origin: Origin, layers: float) -> Origin:
+def _times_layers(origin: Origin, layers: float) -> Origin:
     if origin.parameter < 0:
         return origin
     return origin._replace(layers=max(1, round(origin.layers * layers)))

@@ -420,7 +420,7 @@ def _iota(text: re.Match[str]) -> _Groups:
     return _group_rows(_transposed(text[2], text[3]), _group_numbers(text[1])[1])
 
 
-def _mesh(text: re.Match[str]) -> _Groups:
+def _groups_along_axes(text: re.Match[str]) -> _Groups:
     """Parse groups along mesh axes, or parts of them: `:(4)2` are 2 parts of each 4."""
     sizes = {axis: int(size) for axis, size in _AXIS.findall(text[1])}
     along = [
@@ -472,7 +472,7 @@ def _group_numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-_FORMS: Final = {_EXPLICIT: _explicit, _IOTA: _iota, _MESH: _mesh}
+_FORMS: Final = {_EXPLICIT: _explicit, _IOTA: _iota, _MESH: _groups_along_axes}
 
 
 Moved = Literal["argument", "gradient", "state", "activation", "unexplained"]

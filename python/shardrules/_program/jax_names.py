@@ -346,7 +346,7 @@ def devices_without_jax(
 def compile_dumped(asked: CompilerInput, devices: list[Any], folder: str) -> None:
     """Compile a module for some of these devices, and have XLA write what it makes to a folder."""
     dumps = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True, "xla_dump_hlo_as_text": True}
-    _compiled(asked, devices, dumps)
+    _compiled_from_input(asked, devices, dumps)
 
 
 class LoadedModule(NamedTuple):
@@ -365,7 +365,7 @@ class LoadedModule(NamedTuple):
 def run_module(asked: CompilerInput, mesh: Any) -> LoadedModule:
     """Compile a module for the devices of a mesh. There is no fallback, as in `compile_dumped`."""
     parse = importlib.import_module("jax._src.sharding_impls").parse_flatten_op_sharding
-    loaded = _compiled(asked, list(mesh.devices.flat), {})
+    loaded = _compiled_from_input(asked, list(mesh.devices.flat), {})
     memory, shardings = loaded.get_compiled_memory_stats(), loaded.get_output_shardings()
     sizes = (getattr(memory, f"{name}_size_in_bytes") for name in ("argument", "output", "temp"))
 
@@ -381,7 +381,7 @@ def run_module(asked: CompilerInput, mesh: Any) -> LoadedModule:
     )
 
 
-def _compiled(asked: CompilerInput, devices: list[Any], dumps: dict[str, Any]) -> Any:
+def _compiled_from_input(asked: CompilerInput, devices: list[Any], dumps: dict[str, Any]) -> Any:
     xla_client: Any = importlib.import_module("jaxlib.xla_client")
     options = xla_client.CompileOptions.ParseFromString(asked.options)
     # Nothing else is dumped: what the user's process dumps, this one has no flags for.

@@ -220,7 +220,7 @@ def _is_array_or_shape(leaf: Any) -> bool:
     return isinstance(leaf, Array | ShapeDtypeStruct | np.ndarray | np.generic)
 
 
-class _Entry(NamedTuple):
+class _PlannedArgument(NamedTuple):
     """What is planned for an argument whose structure equinox has not kept."""
 
     name: str
@@ -263,21 +263,23 @@ def _split_keywords(
     return positional, {**unplanned, **keywords}
 
 
-def _entry(name: str, planned: Any) -> _Entry:
+def _entry(name: str, planned: Any) -> _PlannedArgument:
     if planned is None or is_partition_spec(planned) or isinstance(planned, Sharding):
-        return _Entry(name, planned is not None)
+        return _PlannedArgument(name, planned is not None)
     tree = tree_util.tree_map(
         lambda node: node.abstract() if isinstance(node, Plan) else node, planned
     )
     leaves, treedef = tree_util.tree_flatten(tree)
-    return _Entry(name, True, treedef, tuple(getattr(leaf, "shape", None) for leaf in leaves))
+    return _PlannedArgument(
+        name, True, treedef, tuple(getattr(leaf, "shape", None) for leaf in leaves)
+    )
 
 
 def _trees(
-    entries: Sequence[_Entry], numbers: list[int], shapes: list[tuple[int, ...]]
+    entries: Sequence[_PlannedArgument], numbers: list[int], shapes: list[tuple[int, ...]]
 ) -> Iterator[Any]:
     """Yield each argument as a tree of its leaves' numbers."""
-    widths, rest = _widths(entries, len(numbers)), iter(numbers)
+    widths, rest = _array_counts(entries, len(numbers)), iter(numbers)
     of_entries = [list(islice(rest, width)) for width in widths]
     pairs = list(zip(entries, of_entries, strict=True)) if widths else []
     if len(pairs) != len(entries) or not all(
@@ -301,7 +303,7 @@ def _trees(
             yield leaves[0] if len(leaves) == 1 else tuple(leaves)
 
 
-def _widths(entries: Sequence[_Entry], count: int) -> Sequence[int]:
+def _array_counts(entries: Sequence[_PlannedArgument], count: int) -> Sequence[int]:
     """Return how many arrays each entry has; () where plans leave that open.
 
     What has no structure is one array each; or only what is planned is; or all is of one entry, or

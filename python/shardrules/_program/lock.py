@@ -159,7 +159,7 @@ def _changes(
         new, old = now.sent.get(key, 0), before.sent.get(key, 0)
         what = f"{_key_label(key)}: each device sends {bytes_shown(new)} in a step"
         of_key = [row for row in rows if _key_of(row) == key]
-        yield from _change(what, new, old, tolerance, largest(of_key))
+        yield from _change_of_bytes(what, new, old, tolerance, most_sent(of_key))
     if now.peak and before.peak and now.peak_by != before.peak_by:
         message = (
             f"the peak is counted by {now.peak_by}, and in {name} by {before.peak_by}: these are "
@@ -168,14 +168,16 @@ def _changes(
         yield budget_finding("warning", message, 0, _FIX)
     elif now.peak is not None and before.peak is not None:
         what = f"peak: each device needs {bytes_shown(now.peak)}"
-        yield from _change(what, now.peak, before.peak, tolerance, "")
+        yield from _change_of_bytes(what, now.peak, before.peak, tolerance, "")
     elif now.peak != before.peak:
         where = "now, as this backend does not tell it" if now.peak is None else f"in {name}"
         message = f"the peak is not known {where}: it is not compared"
         yield budget_finding("warning", message, 0, _FIX)
 
 
-def _change(what: str, new: int, old: int, tolerance: float, rows: str) -> Iterator[Finding]:
+def _change_of_bytes(
+    what: str, new: int, old: int, tolerance: float, rows: str
+) -> Iterator[Finding]:
     if abs(new - old) <= tolerance * old:
         return
     share = f" ({100 * (new - old) / old:+.3g} %)" if old else ""
@@ -196,7 +198,7 @@ def budget_finding(level: Level, message: str, size: int, fix: str) -> Finding:
     return Finding(level, "budget", message, fix, bytes=size)
 
 
-def largest(rows: Sequence[Collective]) -> str:
+def most_sent(rows: Sequence[Collective]) -> str:
     """Name the collectives that send most, with their bytes and lines."""
     names = [f"{bytes_shown(row.sent_at_least)} by {row}" for row in rows[:_NAMED]]
     return "; ".join([*names, *and_more(len(rows), _NAMED, "collective")])

@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled
 
 from shardrules._base.arguments import check_type
-from shardrules._base.mistakes import kind_of
+from shardrules._base.mistakes import argument_kind
 from shardrules._base.text import (
     Place,
     and_more,
@@ -184,14 +184,14 @@ def check_step(step: Any, args: tuple[Any, ...]) -> None:
             f"step is {shown(step)}; give the function, or what jax.jit makes of it{hint}"
         )
     for place, arg in enumerate(args):
-        if isinstance(arg, dict) and kind_of(arg) == "mesh":
+        if isinstance(arg, dict) and argument_kind(arg) == "mesh":
             raise TypeError(
                 f"argument {place} of the step is {shown(arg)}, a mesh: write on=...; of a "
                 f"function that takes one {_OF_MESH}"
             )
         if isinstance(arg, Topology | Mesh):
             raise TypeError(f"argument {place} of the step is {shown(arg)}; write it as on=...")
-        if kind_of(arg) == "rules":
+        if argument_kind(arg) == "rules":
             raise TypeError(
                 f"argument {place} of the step is {shown(arg)}, which are rules; give their plan, "
                 "shardrules.plan(tree, rules, mesh)"

@@ -222,7 +222,7 @@ def buffers_of(
         )
 
 
-def _moved(computation: Computation, line: Instruction) -> Instruction:
+def _before_moves(computation: Computation, line: Instruction) -> Instruction:
     """Return the instruction whose result is only moved to another's."""
     while line.opcode in MOVES:
         line = computation[line.operands[0]]
@@ -242,7 +242,7 @@ def _named_instruction(hlo: Hlo, computation: Computation, name: str) -> Instruc
             parts = (inner[part] for part in root.operands)
             root = next((x for x in parts if x.opcode == "dynamic-update-slice"), root)
         if root.opcode == "dynamic-update-slice":
-            root = _moved(inner, inner[root.operands[1]])
+            root = _before_moves(inner, inner[root.operands[1]])
         if root.parameter is not None and inner is not computation:
             line = computation[line.operands[root.parameter]]
         elif named := next((operation for operation in (root, line) if operation.op_name), None):
@@ -280,14 +280,14 @@ def lasting(executable: Executable) -> list[Alive]:
     """List arguments, results and what is kept for the backward pass, the largest first."""
     values, hlo = executable.values, executable.values.hlo
     in_place = {node for number, node in enumerate(values.outputs) if number in hlo.aliases}
-    rows = [_row(values, node, number) for number, node in enumerate(values.parameters)]
+    rows = [_memory_row(values, node, number) for number, node in enumerate(values.parameters)]
     others = values.returned.difference(in_place, values.parameters)
-    rows += [_row(values, node, is_output=True) for node in others]
+    rows += [_memory_row(values, node, is_output=True) for node in others]
     rows += _kept(executable)
     return sorted((row for row in rows if row), key=lambda row: -row.bytes)
 
 
-def _row(
+def _memory_row(
     values: Values,
     node: int,
     parameter: int | None = None,
@@ -325,7 +325,7 @@ def _kept(executable: Executable) -> Iterator[Alive | None]:
                 source = executable.facts.source_of(node)
                 if source not in seen:
                     seen.add(source)
-                    yield _row(values, node, user=user)
+                    yield _memory_row(values, node, user=user)
 
 
 def _phases(values: Values) -> list[str]:

@@ -126,13 +126,17 @@ def rehearse(
                 "shardings alone, and make no dimension of a device's own rows"
             )
     values = _values(sharded, args)
-    arguments = [values, *(_moved(values, sharded.rounding, seed) for seed in (1, 2)), values]
+    arguments = [
+        values,
+        *(_moved_by_rounding(values, sharded.rounding, seed) for seed in (1, 2)),
+        values,
+    ]
     arrays, copies = _run(single, sharded, arguments)
     findings = []
     for place, path in enumerate(sharded.output_paths()):
         findings.append(_compared(path, [results[place] for results in arrays], arguments, rtol))
         if copies[place] is not None:
-            findings.append(_differs(path, *copies[place]))
+            findings.append(_finding_of_copies(path, *copies[place]))
     summary = f"{counted(len(copies), 'result')} on {mesh_shown(sizes)} and on one device"
     return Findings(filter(None, findings), summary)
 
@@ -161,9 +165,9 @@ class _Lowered:
         self.asked, self.kept = asked, kept
         infos = tree_util.tree_leaves(self._inner.args_info)
         self.count = len(infos)
-        self.avals = [_stored(infos[leaf]) for leaf in kept]
+        self.avals = [_stored_form(infos[leaf]) for leaf in kept]
         """Dtype and shape of the arguments that it uses, as they are stored."""
-        self.results = [_stored(info) for info in tree_util.tree_leaves(self._inner.out_info)]
+        self.results = [_stored_form(info) for info in tree_util.tree_leaves(self._inner.out_info)]
         specs = [[*s.spec] if (s := shardings[0][leaf]) else [] for leaf in kept]
         self.request = {"name": name, "mesh": sizes, "overrides": asked.overrides, "specs": specs}
 
@@ -187,7 +191,7 @@ class _Lowered:
         return [path_of.get(place, f"outputs[{place}]") for place in range(count)]
 
 
-def _stored(info: Any) -> tuple[str, tuple[int, ...]]:
+def _stored_form(info: Any) -> tuple[str, tuple[int, ...]]:
     """Return the dtype and shape in which an array is stored; random keys are integers."""
     if jnp.issubdtype(info.dtype, jax.dtypes.prng_key):
         info = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(info.shape, info.dtype))
@@ -242,7 +246,7 @@ def _random(dtype: Any, shape: tuple[int, ...], rows: int, generator: np.random.
     return number.astype(dtype)
 
 
-def _moved(values: Sequence[Any], rounding: float, seed: int) -> list[Any]:
+def _moved_by_rounding(values: Sequence[Any], rounding: float, seed: int) -> list[Any]:
     """Return floats that are moved by one rounding, up or down."""
     random = np.random.default_rng(seed)
     return [
@@ -314,11 +318,11 @@ def _compared(
     before = _state_before(wide[0], arguments[0])
     if before is not None:
         wide = [
-            _change(x, taken[before].astype(x.dtype))
+            _change_of_values(x, taken[before].astype(x.dtype))
             for x, taken in zip(wide, arguments, strict=True)
         ]
     size = _largest_finite(wide[0])
-    changes = [np.abs(_change(x, wide[0])) for x in wide[1:]]
+    changes = [np.abs(_change_of_values(x, wide[0])) for x in wide[1:]]
     *by_rounding, by_shards = (float(change.max(initial=0.0)) for change in changes)
     # No measure is finer than the result's own last digit.
     least = _rounding_of(expected.dtype) * _largest_finite(expected)
@@ -350,7 +354,9 @@ def _rounding_of(dtype: Any) -> float:
 def _state_before(result: Any, arguments: Sequence[Any]) -> int | None:
     """Return the argument that a result is the next state of; None if it is of none."""
     changes = {
-        number: float(np.abs(_change(result, value.astype(result.dtype))).max(initial=0.0))
+        number: float(
+            np.abs(_change_of_values(result, value.astype(result.dtype))).max(initial=0.0)
+        )
         for number, value in enumerate(arguments)
         if value.shape == result.shape
         and jnp.issubdtype(value.dtype, jnp.inexact)
@@ -361,7 +367,7 @@ def _state_before(result: Any, arguments: Sequence[Any]) -> int | None:
     return number if is_state else None
 
 
-def _change(new: Any, old: Any) -> Any:
+def _change_of_values(new: Any, old: Any) -> Any:
     """Subtract; infinities that are the same, such as those of a mask, have not changed."""
     with np.errstate(invalid="ignore"):
         return np.where(new == old, 0, new - old)
@@ -371,7 +377,7 @@ def _largest_finite(values: Any) -> float:
     return float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
 
 
-def _differs(path: str, place: list[int], axes: list[str]) -> Finding:
+def _finding_of_copies(path: str, place: list[int], axes: list[str]) -> Finding:
     """Say where copies of a result differ."""
     names, call = " and ".join(axes), ", ".join(f'"{axis}"' for axis in axes)
     text = (

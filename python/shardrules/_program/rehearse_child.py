@@ -58,7 +58,7 @@ def main(folder: Path, request: dict[str, Any]) -> None:
                 for shape, spec, shards in zip(shapes, targets, results, strict=True)
             ]
             write(folder / f"{name} of {run}", joined)
-            copies = [_unlike(array, mesh) for array in joined]
+            copies = [_first_unlike(array, mesh) for array in joined]
     (folder / "copies.json").write_text(json.dumps(copies), "utf-8")
 
 
@@ -67,7 +67,7 @@ def _sharding(mesh: Mesh, spec: list[Any]) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*entries))
 
 
-def _unlike(array: jax.Array, mesh: Mesh) -> tuple[list[int], list[str]] | None:
+def _first_unlike(array: jax.Array, mesh: Mesh) -> tuple[list[int], list[str]] | None:
     """Find the first element of which two copies differ, and the axes between their devices."""
     firsts: dict[str, Any] = {}
     shards: Any = array.addressable_shards

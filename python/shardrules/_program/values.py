@@ -169,7 +169,7 @@ class Values:
         if opcode == "tuple":
             return tuple(operands)
         if opcode == "get-tuple-element":
-            return _element(operands[0], line.element or 0)
+            return _element_of(operands[0], line.element or 0)
         if opcode in _CALLS and line.callees:
             return self._run(line.callees[0], operands)
         if opcode in _SAME or opcode.endswith("-done"):
@@ -191,7 +191,7 @@ class Values:
         return result
 
     def _custom(self, computation: str, line: Instruction, operands: Sequence[Tree]) -> Tree:
-        target = _target(line)
+        target = _custom_call_target(line)
         if target.startswith("AsyncCollective"):
             if target.endswith("Done"):
                 return operands[1]  # behind what is moved
@@ -259,18 +259,18 @@ def leaves(tree: Tree) -> list[int]:
     return nodes
 
 
-def _target(line: Instruction) -> str:
+def _custom_call_target(line: Instruction) -> str:
     match = _TARGET.search(line.attributes)
     return match[1] if match else ""
 
 
 def _opcode(line: Instruction) -> str:
     if line.opcode == "custom-call":
-        return _HELPERS.get(_target(line), line.opcode)
+        return _HELPERS.get(_custom_call_target(line), line.opcode)
     return line.opcode.removesuffix("-start")
 
 
-def _element(tree: Tree, index: int) -> Tree:
+def _element_of(tree: Tree, index: int) -> Tree:
     return tree[index] if isinstance(tree, tuple) else tree
 
 

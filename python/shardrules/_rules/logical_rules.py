@@ -188,7 +188,7 @@ def set_logical_axis_rules(rules: LogicalRulesLike) -> None:
         pairs.rules = rules
         rules = pairs
     else:
-        _check(rules)
+        _check_logical_rules(rules)
     _record().rules = rules
 
 
@@ -247,7 +247,7 @@ def resolver_in_force(
     return resolver_for(in_force, dialect or LINEN, {})
 
 
-def _check(rules: Any) -> None:
+def _check_logical_rules(rules: Any) -> None:
     if isinstance(rules, Iterator):
         raise TypeError(
             f"the logical axis rules are {shown(rules)}, which can be read only once; give a tuple"

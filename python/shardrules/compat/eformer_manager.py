@@ -43,7 +43,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _row(name: str, *like: str, value: Any = None) -> Any:
+def _named_field(name: str, *like: str, value: Any = None) -> Any:
     """Return a field: the name that stands for it, its default, and the fields that it is like."""
     default = NOT_GIVEN if like else value
     return dataclasses.field(default=default, metadata={"name": name, "like": like})
@@ -57,26 +57,28 @@ class PartitionAxis:
     Where a `decode_` field is None, the field without `decode_` counts in the generation modes.
     """
 
-    data_parallel_axis: str = _row(names.DP, value="dp")
-    fully_sharded_data_parallel_axis: str = _row(names.FSDP, value="fsdp")
-    tensor_parallel_axis: str = _row(names.TP, value="tp")
-    sequence_parallel_axis: str = _row(names.SP, value="sp")
-    expert_parallel_axis: str = _row(names.EP, value="ep")
-    batch_axis: Any = _row(names.BATCH, "fully_sharded_data_parallel_axis", "data_parallel_axis")
-    sequence_axis: Any = _row(names.LENGTH, "sequence_parallel_axis")
-    query_sequence_axis: Any = _row(names.QUERY_LENGTH, "sequence_parallel_axis")
-    head_axis: Any = _row(names.HEAD, "tensor_parallel_axis")
-    kv_head_axis: Any = _row(names.KV_HEAD, "tensor_parallel_axis")
-    key_sequence_axis: Any = _row(names.KV_LENGTH, "sequence_parallel_axis")
-    hidden_state_axis: Any = _row(names.EMBED, "tensor_parallel_axis")
-    mlp_intermediate_axis: Any = _row(names.MLP_INTERMEDIATE, "tensor_parallel_axis")
-    vocab_axis: Any = _row(names.VOCAB, "tensor_parallel_axis")
-    expert_axis: Any = _row(names.EXPERT, "expert_parallel_axis")
-    expert_gate_axis: Any = _row(names.EXPERT_GATE)
-    attention_dim_axis: Any = _row(names.HEAD_DIM)
-    attention_kv_dim_axis: Any = _row(names.KV_HEAD_DIM)
-    bias_head_sequence_axis: Any = _row(names.BIAS_HEAD_SEQ)
-    bias_key_sequence_axis: Any = _row(names.BIAS_KV_SEQ)
+    data_parallel_axis: str = _named_field(names.DP, value="dp")
+    fully_sharded_data_parallel_axis: str = _named_field(names.FSDP, value="fsdp")
+    tensor_parallel_axis: str = _named_field(names.TP, value="tp")
+    sequence_parallel_axis: str = _named_field(names.SP, value="sp")
+    expert_parallel_axis: str = _named_field(names.EP, value="ep")
+    batch_axis: Any = _named_field(
+        names.BATCH, "fully_sharded_data_parallel_axis", "data_parallel_axis"
+    )
+    sequence_axis: Any = _named_field(names.LENGTH, "sequence_parallel_axis")
+    query_sequence_axis: Any = _named_field(names.QUERY_LENGTH, "sequence_parallel_axis")
+    head_axis: Any = _named_field(names.HEAD, "tensor_parallel_axis")
+    kv_head_axis: Any = _named_field(names.KV_HEAD, "tensor_parallel_axis")
+    key_sequence_axis: Any = _named_field(names.KV_LENGTH, "sequence_parallel_axis")
+    hidden_state_axis: Any = _named_field(names.EMBED, "tensor_parallel_axis")
+    mlp_intermediate_axis: Any = _named_field(names.MLP_INTERMEDIATE, "tensor_parallel_axis")
+    vocab_axis: Any = _named_field(names.VOCAB, "tensor_parallel_axis")
+    expert_axis: Any = _named_field(names.EXPERT, "expert_parallel_axis")
+    expert_gate_axis: Any = _named_field(names.EXPERT_GATE)
+    attention_dim_axis: Any = _named_field(names.HEAD_DIM)
+    attention_kv_dim_axis: Any = _named_field(names.KV_HEAD_DIM)
+    bias_head_sequence_axis: Any = _named_field(names.BIAS_HEAD_SEQ)
+    bias_key_sequence_axis: Any = _named_field(names.BIAS_KV_SEQ)
     decode_batch_axis: Any = NOT_GIVEN
     decode_query_sequence_axis: Any = None
     decode_head_axis: Any = NOT_GIVEN

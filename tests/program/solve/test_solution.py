@@ -203,7 +203,7 @@ def test_if_all_are_refused_layouts_that_need_less_are_compiled(monkeypatch):
 
 
 def test_an_interrupt_takes_the_best_that_is_compiled(monkeypatch):
-    read = candidates._read
+    read = candidates._with_answer
     done = []
 
     def interrupted(*args):
@@ -212,7 +212,7 @@ def test_an_interrupt_takes_the_best_that_is_compiled(monkeypatch):
         done.append(read(*args))
         return done[0]
 
-    monkeypatch.setattr(candidates, "_read", interrupted)
+    monkeypatch.setattr(candidates, "_with_answer", interrupted)
     solution = compiled()
     assert solution.candidates == (done[0].row,)
 

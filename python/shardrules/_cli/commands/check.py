@@ -57,7 +57,7 @@ def check(
     declared = Declared(replicated=replicated, data_axes=data_axes)
     plan, _, rules = planning.plan_model(model, how, mesh, declared, optional_axes)
     findings = plan.check(**rules.declared, large=large, head_dim=head_dim, levels=level)
-    over = _over(plan, memory, budget, level.get("memory", "error"))
+    over = _over_budget(plan, memory, budget, level.get("memory", "error"))
     findings = Findings([*over, *findings], findings.scope)
     if fix:
         from shardrules._plan.suggest.suggest import suggest
@@ -78,7 +78,7 @@ def check(
     return process.exit_code(findings, fail_on)
 
 
-def _over(
+def _over_budget(
     plan: Plan, memory: options.ToCount, budget: dict[str, int], level: Any
 ) -> Iterator[Finding]:
     """Yield a finding for the memory, and for the budget, that is less than what is planned."""

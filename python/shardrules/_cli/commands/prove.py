@@ -59,7 +59,7 @@ def prove(
 
     if lock and not update_lock and not Path(lock).exists():
         raise FileError(f"{lock}: no such file; write it with --update-lock")
-    devices = _mesh(mesh, on, slices, axis_types)
+    devices = _mesh_to_prove_on(mesh, on, slices, axis_types)
     step, arguments, *outputs = planning.step_on(function, devices, rules)
     at_once = process.ended_at_once() if time else contextlib.nullcontext()
     try:
@@ -83,7 +83,7 @@ def prove(
     return process.exit_code(proof.findings, fail_on)
 
 
-def _mesh(sizes: options.Sizes, on: str | None, slices: int, axis_types: str) -> Any:
+def _mesh_to_prove_on(sizes: options.Sizes, on: str | None, slices: int, axis_types: str) -> Any:
     """Return the mesh: on the devices of --on, or without any, for XLA for CPU."""
     from jax.sharding import AbstractMesh, AxisType
 

@@ -71,10 +71,10 @@ def solve(
             solution = solve(step, place, hardware=hardware, hbm=hbm, time_limit=time_limit)
         except ValueError as error:  # of several lines, where nothing fits
             raise FileError(*str(error).splitlines()) from None
-    _print(solution, format)
+    _print_solution(solution, format)
 
 
-def _print(solution: Solution, format: str) -> None:
+def _print_solution(solution: Solution, format: str) -> None:
     from shardrules._cli.process import hint
 
     suggestion = solution._suggestion

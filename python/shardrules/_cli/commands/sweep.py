@@ -75,7 +75,7 @@ def sweep(
     if format == "json":
         print(rows.to_json())
     else:
-        _print(sweep_table(rows[:_MOST_ROWS]), len(rows), "mesh", rows.notes)
+        _print_table(sweep_table(rows[:_MOST_ROWS]), len(rows), "mesh", rows.notes)
     return 0
 
 
@@ -88,13 +88,13 @@ def _print_programs(rows: StepSweep, format: str) -> int:
         print(rows.to_json())
     else:
         print(printable(rows.heading))
-        _print(step_sweep_table(rows[:_MOST_ROWS]), len(rows), "program")
+        _print_table(step_sweep_table(rows[:_MOST_ROWS]), len(rows), "program")
     if not rows.is_whole:
         raise KeyboardInterrupt
     return 1 if not any(row.fits or (row.fits is None and row.peak) for row in rows) else 0
 
 
-def _print(table: Table, count: int, what: str, notes: Sequence[str] = ()) -> None:
+def _print_table(table: Table, count: int, what: str, notes: Sequence[str] = ()) -> None:
     """Print the first rows, and how many more there are."""
     from shardrules._base.text import and_more, printable
 

@@ -148,12 +148,12 @@ def read_arrays(source: str, make: ArraySpecs | None = None) -> Arrays:
         if not path.is_file() and not path.is_dir():
             _check_place(source)
         with collector_paused():
-            return _read(path, ArraySpecs() if make is None else make)
+            return _read_form(path, ArraySpecs() if make is None else make)
     except OSError as error:
         raise unreadable(path, error) from None
 
 
-def _read(path: Any, make: ArraySpecs) -> Arrays:
+def _read_form(path: Any, make: ArraySpecs) -> Arrays:
     """Read the first form that the names in a directory, or that of a file, are of."""
     is_directory = path.is_dir()
     files = sorted(path.iterdir(), key=str) if is_directory else [path]

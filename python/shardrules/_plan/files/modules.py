@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from shardrules._base.arguments import check_type
 from shardrules._base.io import FileError, path_of
-from shardrules._base.mistakes import kind_of
+from shardrules._base.mistakes import argument_kind
 from shardrules._base.text import brief, near_shown
 
 _PACKAGE: Final = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def load_object(text: str, *arguments: Any) -> Any:
         how = "with these arguments" if arguments else "without arguments"
         fix = f"it must work {how}"
         if not takes(value, arguments):
-            fix = f"{fix}: write def {name}({', '.join(map(kind_of, arguments))})"
+            fix = f"{fix}: write def {name}({', '.join(map(argument_kind, arguments))})"
             if not arguments and takes(value, (None,)):
                 fix += "; one of a mesh is for prove, rehearse, sweep and solve"
         raise _raised(text, f"the call of {call}", error, fix) from error

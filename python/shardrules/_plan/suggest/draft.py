@@ -210,13 +210,13 @@ def with_followers(
             if _belongs(name, units[kernel].names[-1], len(kernels[*module])):
                 followed = dict(_followed_kernel(unit, units[kernel], cuts[kernel], name))
                 joined = _joined_axes(unit.shape, followed, cuts[number], axis_sizes)
-                if _parts(joined, axis_sizes) >= _parts(cuts[number], axis_sizes):
+                if _part_count(joined, axis_sizes) >= _part_count(cuts[number], axis_sizes):
                     joined_cuts[number] = joined
                 break
     return joined_cuts
 
 
-def _parts(cuts: Cuts, axis_sizes: Mapping[str, int]) -> int:
+def _part_count(cuts: Cuts, axis_sizes: Mapping[str, int]) -> int:
     return prod(axis_sizes[axis] for axes in cuts for axis in axes)
 
 

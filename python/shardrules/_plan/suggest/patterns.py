@@ -265,7 +265,7 @@ def phrases(labelled: Iterable[tuple[Unit, Label]]) -> list[Phrase]:
         _Leaf(number, unit, label, tuple([word.opened() for word in unit.words]))
         for number, (unit, label) in enumerate(labelled)
     ]
-    ends = list(_ends(leaves))
+    ends = list(_shortest_ends(leaves))
     for place in _PLACES:
         ends = list(_merged(ends, place))
     return sorted(
@@ -273,7 +273,7 @@ def phrases(labelled: Iterable[tuple[Unit, Label]]) -> list[Phrase]:
     )
 
 
-def _ends(leaves: list[_Leaf]) -> Iterator[Phrase]:
+def _shortest_ends(leaves: list[_Leaf]) -> Iterator[Phrase]:
     """Yield for each path the shortest end that only its label has, and that says something."""
     # Paths that differ only in numbers are looked at together: a pattern may leave them open.
     pending = [leaves]

@@ -224,7 +224,10 @@ def mesh_to_compile(row: Contender, topology: Topology | None) -> Mesh | None:
 def compiled(rows: Iterable[Contender], topology: Topology | None) -> Iterator[Contender]:
     """Yield the layouts with what the compiler makes of each; two are compiled at once."""
     return results_in_order(
-        rows, lambda row: _asked(row, topology), _read, lambda asked: asked.compiler.close()
+        rows,
+        lambda row: _asked_layout(row, topology),
+        _with_answer,
+        lambda asked: asked.compiler.close(),
     )
 
 
@@ -236,7 +239,7 @@ class _Asked(NamedTuple):
     compiler: AskedCompiler
 
 
-def _asked(row: Contender, topology: Topology | None) -> _Asked:
+def _asked_layout(row: Contender, topology: Topology | None) -> _Asked:
     """Start the compiler of a layout."""
     mesh, step = mesh_to_compile(row, topology), row.search.space.step
     assert mesh is not None
@@ -248,7 +251,7 @@ def _asked(row: Contender, topology: Topology | None) -> _Asked:
     return _Asked(row, mesh, compiler)
 
 
-def _read(asked: _Asked) -> Contender:
+def _with_answer(asked: _Asked) -> Contender:
     """Return a layout with the compiler's answer."""
     row, mesh, compiler = asked
     step, hbm = row.search.space.step, row.search.space.hbm

@@ -264,19 +264,19 @@ class _Writer:
                     *[PartitionSpec.UNCONSTRAINED] * len(eqn.outvars[0].aval.shape)
                 )
                 template = self._constraint(eqn.outvars[0], self._specs.get((site, 0), free))
-                yield _placed(template, eqn, eqn.invars, eqn.outvars)
+                yield _equation_like(template, eqn, eqn.invars, eqn.outvars)
                 continue
             # Variables are compared by identity: those of a new constraint are new.
             invars, outvars, after = list(eqn.invars), list(eqn.outvars), []
             for operand, var in enumerate(eqn.invars):
                 if (spec := self._specs.get((site, ~operand))) is not None:
                     template = self._constraint(var, spec)
-                    yield _placed(template, eqn, [var], template.outvars)
+                    yield _equation_like(template, eqn, [var], template.outvars)
                     (invars[operand],) = template.outvars
             for result, var in enumerate(eqn.outvars):
                 if (spec := self._specs.get((site, result))) is not None:
                     template = self._constraint(var, spec)
-                    after.append(_placed(template, eqn, template.invars, [var]))
+                    after.append(_equation_like(template, eqn, template.invars, [var]))
                     (outvars[result],) = template.invars
             params = self._params(eqn, site)
             for name in _OF_CALLS & params.keys():  # before, those of the trace and the program
@@ -307,6 +307,6 @@ class _Writer:
         return make(shape).jaxpr.eqns[0]
 
 
-def _placed(template: Any, eqn: Any, invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
+def _equation_like(template: Any, eqn: Any, invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
     source = eqn.source_info
     return template.replace(invars=list(invars), outvars=list(outvars), source_info=source)

@@ -288,20 +288,20 @@ def solve(
         space = Space(step, machine, room, kept_cuts(step, keep, machine.sizes))
         searches.append(Search(space, mesh, until))
     best, bound = best_of(searches)
-    rows = _compiled(best, searches, topology)
+    rows = _compiled_shortlist(best, searches, topology)
     refused = [row for row in rows if row.needed]
     if rows[0].refusal and refused:  # predictions are so much too low
         for search in searches:
             search.space.hbm = round(room * refused[0].memory / refused[0].needed)
         with suppress(ValueError):
-            rows += _compiled(best_of(searches)[0], searches, topology)
+            rows += _compiled_shortlist(best_of(searches)[0], searches, topology)
             rows.sort(key=Contender.rank)
     if rows[0].refusal:
         raise _refused(rows)
     return _solution(rows, bound, left_out)
 
 
-def _compiled(
+def _compiled_shortlist(
     best: Search, searches: Sequence[Search], topology: Topology | None
 ) -> list[Contender]:
     """Return the layouts of the shortlist, the best first; the first alone without a compiler."""
@@ -336,7 +336,7 @@ def _solution(
         mesh=mesh,
         plan=plan_of(step, answer.spread, mesh),
         specs=specs_of(step, answer.spread),
-        choices=tuple(_choices(answer)),
+        choices=tuple(_class_choices(answer)),
         candidates=tuple(row.row for row in rows),
         program=answer.program,
         bound=bound,
@@ -368,7 +368,7 @@ class ClassChoice(NamedTuple):
         return f"{self.role or 'no role'} {self.size:,}: {axes or 'whole'}"
 
 
-def _choices(layout: Contender) -> Iterator[ClassChoice]:
+def _class_choices(layout: Contender) -> Iterator[ClassChoice]:
     """Yield the choice of each variable that arguments have, or that is cut."""
     space, assignment = layout.search.space, layout.assignment
     step = space.step
@@ -412,12 +412,12 @@ def ruled(step: Step, specs: Mapping[str, PartitionSpec], mesh: Any) -> Plan:
     spec_of: dict[str, Entries | RuleSpec] = {}
     for leaf, row in zip(leaves, step._ranges[place], strict=True):
         spec = Entries(trimmed(entries_of(specs[step._paths[row]])))
-        units = _units(step, step._equations.body.inputs[row], spec, bare.axis_sizes)
+        units = _head_units(step, step._equations.body.inputs[row], spec, bare.axis_sizes)
         spec_of[bare.paths[leaf]] = RuleSpec(spec, units=units) if units else spec
     return with_specs(bare, spec_of)
 
 
-def _units(step: Step, number: int, spec: Entries, mesh: Mapping[str, int]) -> tuple[int, ...]:
+def _head_units(step: Step, number: int, spec: Entries, mesh: Mapping[str, int]) -> tuple[int, ...]:
     """Return the units of an array whose heads are cut, and none of them inside."""
     equations, roles = step._equations, step._roles.of
     sizes = equations.dims.sizes

@@ -179,7 +179,7 @@ class Resident:
         """Variables, and the arrays of one time that depend on them, with how many are alike."""
         self.times: list[list[int]] = []
         """Numbers of the groups that are alive together."""
-        for time in _times(space.step):
+        for time in _alive_together(space.step):
             groups: dict[tuple[int, ...], Counter[int]] = {}
             for number, count in self._alike(time).items():
                 groups.setdefault(space.scope_of([number]), Counter())[number] = count
@@ -222,7 +222,7 @@ class Resident:
         return arrays.bytes(number, arrays.cuts(number, assignment))
 
 
-def _times(step: Step) -> Iterator[list[int]]:
+def _alive_together(step: Step) -> Iterator[list[int]]:
     """Yield the arrays that are alive together: at the end, and when they are most."""
     equations = step._equations
     body, values = equations.body, equations.values

@@ -464,11 +464,11 @@ def _same(op: _Operation) -> Rule:
     return op.rule(operands, operands[: len(op.results)])._replace(is_identity=True)
 
 
-def _names(text: str) -> frozenset[str]:
+def _names_in(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_ELEMENTWISE: Final = _names(
+_ELEMENTWISE: Final = _names_in(
     """exp exp2 expm1 log log1p log2 logistic tanh sin cos tan asin acos atan atan2 sinh cosh asinh
     acosh atanh sqrt rsqrt cbrt pow erf erfc erf_inv lgamma digamma bessel_i0e bessel_i1e
     copy copy_p stop_gradient name bitcast_convert_type pvary reduce_precision select_n

@@ -385,7 +385,7 @@ def written_arrays(equations: Equations, arrays: Iterable[int]) -> set[int]:
     return {sources[number] for number in written if number in sources}
 
 
-def _alike(equations: Equations) -> dict[int, int]:
+def _classes_alike(equations: Equations) -> dict[int, int]:
     """Return {class that code by device has a part of, or the part: the first class of these}."""
     first: dict[int, int] = {}
     for pair in equations.local:
@@ -405,7 +405,7 @@ class Roles:
 
     def __init__(self, equations: Equations, weights: Iterable[int], data: Iterable[int]) -> None:
         self._equations = equations
-        self._first = _alike(equations)
+        self._first = _classes_alike(equations)
         weights = tuple(weights)
         self.weights = weight_arrays(equations, weights)
         self.of_weights = Counter(self._classes_of(weights))

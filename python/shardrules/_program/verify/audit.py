@@ -149,7 +149,7 @@ class _Fault(NamedTuple):
     """How it is planned; "" if that says nothing."""
 
 
-def _differs(unlike: Unlike) -> _Fault:
+def _fault_of_copies(unlike: Unlike) -> _Fault:
     have = "has" if len(unlike.devices) == 1 else "have"
     devices, firsts = map(_devices_shown, (unlike.devices, unlike.firsts))
     along = " and ".join(unlike.axes)
@@ -211,7 +211,7 @@ class _Audit:
                 for fault in self._faults_of(index):
                     leaves_of[fault, is_sharded[kind]].append(index)
             for index, copies in self._unlike_copies():
-                leaves_of[_differs(copies), is_sharded[self._cases[index][1]]].append(index)
+                leaves_of[_fault_of_copies(copies), is_sharded[self._cases[index][1]]].append(index)
         for (fault, is_of_sharded), indices in leaves_of.items():
             yield self._finding(fault, indices, is_sharded=is_of_sharded)
 
@@ -248,7 +248,7 @@ class _Audit:
     def _finding(self, fault: _Fault, indices: list[int], *, is_sharded: bool) -> Finding:
         cases, kinds = Counter(self._cases[index] for index in indices), self._plan.kinds
         rules = {kinds[kind].rule for _, kind in cases}
-        size = sum(_bytes_of(_Live(*live)) * count for (live, _), count in cases.items())
+        size = sum(_bytes_on_fullest(_Live(*live)) * count for (live, _), count in cases.items())
         planned_bytes = sum(kinds[kind].device_bytes * count for (_, kind), count in cases.items())
         at_stake = size - planned_bytes if size > planned_bytes else planned_bytes
         level: Level = "error"
@@ -278,7 +278,7 @@ class _Audit:
         ]
         lives = zip(extra, map(_Live._make, _fields_of(list(extra.values()))), strict=True)
         sizes = {
-            path: _bytes_of(live)
+            path: _bytes_on_fullest(live)
             for path, live in lives
             if live.shape is not None and live.dtype is not None
         }
@@ -303,7 +303,7 @@ class _Audit:
         return tuple(group.pattern for group in folded)
 
 
-def _bytes_of(live: _Live) -> int:
+def _bytes_on_fullest(live: _Live) -> int:
     """Compute the bytes of a leaf on the fullest device."""
     if isinstance(live.where, str):
         return 0

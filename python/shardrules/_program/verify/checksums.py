@@ -55,7 +55,7 @@ def unlike_copies(arrays: Iterable[jax.Array]) -> list[Unlike | None]:
         shardings.append(sharding)
         with jax.set_mesh(sharding.mesh):  # shard_map takes no other mesh than that in force
             rows.append(_checksums_of(sharding)(array))
-    return list(map(_unlike, shardings, jax.device_get(rows)))
+    return list(map(_unlike_by_checksums, shardings, jax.device_get(rows)))
 
 
 def _copied_axes(sharding: NamedSharding) -> list[str]:
@@ -64,7 +64,7 @@ def _copied_axes(sharding: NamedSharding) -> list[str]:
     return [axis for axis, size in sizes.items() if size > 1 and axis not in used]
 
 
-def _unlike(sharding: NamedSharding, rows: Any) -> Unlike | None:
+def _unlike_by_checksums(sharding: NamedSharding, rows: Any) -> Unlike | None:
     """Find the copies with other checksums, of which there is a row for each device."""
     mesh = sharding.mesh
     placed: Any = mesh.devices

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from shardrules._base.rule_specs import in_memory
+from shardrules._base.rule_specs import in_memory_shown
 from shardrules._base.text import bytes_shown, counted, printable
 from shardrules._place.mesh import memory_apart
 from shardrules._plan.findings import Finding, Level, VerifyKind
@@ -338,7 +338,7 @@ def _other_dtypes(executable: Executable, state: State) -> _Differences:
 def _with_memory(sharding: Any) -> str:
     """Format a sharding with its memory kind, if that is not the default."""
     kind: Any = memory_apart(sharding)
-    return in_memory(sharding_shown(sharding), kind)
+    return in_memory_shown(sharding_shown(sharding), kind)
 
 
 def undonated(executable: Executable, carried: Sequence[State]) -> Iterator[Finding]:

@@ -205,7 +205,7 @@ def swept(
         return _AskedRow(mesh, choice, _asked(step_on, mesh, choice, room))
 
     rows: list[StepSweepRow] = []
-    results = results_in_order(cases, start, _row, _AskedRow.close)
+    results = results_in_order(cases, start, _proved_row, _AskedRow.close)
     with suppress(KeyboardInterrupt), closing(results) as finished:
         show(f"0 of {len(cases)} programs")
         for row in finished:
@@ -292,7 +292,7 @@ def _asked(
         return _said(error)
 
 
-def _row(row: _AskedRow) -> StepSweepRow:
+def _proved_row(row: _AskedRow) -> StepSweepRow:
     """Wait for the compiler of a row."""
     mesh, choice, asked = row
     sizes = dict(mesh.shape)

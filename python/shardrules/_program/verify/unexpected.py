@@ -21,7 +21,7 @@ from shardrules._program.causes import CONSTRAINT, REASONS
 from shardrules._program.executable import Executable, sharding_shown
 from shardrules._program.hlo import Collective
 from shardrules._program.inputs import PlannedSharding
-from shardrules._program.lock import largest
+from shardrules._program.lock import most_sent
 from shardrules._program.program import Program
 from shardrules._program.verify.placements import is_same
 from shardrules._program.work import Product
@@ -168,7 +168,7 @@ def resharded(
             step = "an iteration" if any(row.times is None for row in rows) else "a step"
             message = (
                 f"{bytes_shown(size)} sent by each device in {step}, since XLA cannot reshard "
-                f"{rows[0].shape} {', nor '.join(of_op)}, and replicates it: {largest(rows)}"
+                f"{rows[0].shape} {', nor '.join(of_op)}, and replicates it: {most_sent(rows)}"
             )
             line = f" at {rows[0].place}" if rows[0].place else ""
             fix = (

@@ -16,7 +16,7 @@ from shardrules._program.executable import Executable, states
 from shardrules._program.hlo import hlo_errors
 from shardrules._program.inputs import PlannedSharding, other_kinds, planned_targets
 from shardrules._program.libraries import call_of
-from shardrules._program.lock import KINDS, budget_finding, largest
+from shardrules._program.lock import KINDS, budget_finding, most_sent
 from shardrules._program.program import Program, batches
 from shardrules._program.verify.placements import (
     changed,
@@ -278,7 +278,7 @@ def _of_peak(program: Program, limit: Limit) -> Iterator[Finding]:
         message = "peak: this backend does not tell the memory of executables: it is not known"
         yield budget_finding("warning", message, 0, _ELSEWHERE)
     elif peak > limit.bytes:
-        yield _over(limit, f"needs {bytes_shown(peak)}", peak, "")
+        yield _over_limit(limit, f"needs {bytes_shown(peak)}", peak, "")
 
 
 def _of_sent(program: Program, limit: Limit) -> Iterator[Finding]:
@@ -289,18 +289,18 @@ def _of_sent(program: Program, limit: Limit) -> Iterator[Finding]:
     least = "at least " if endless else ""
     if size > limit.bytes:
         what = f"sends {least}{bytes_shown(size)} in a step"
-        yield _over(limit, what, size, f": {largest(rows)}")
+        yield _over_limit(limit, what, size, f": {most_sent(rows)}")
     elif endless:
         message = (
             f"{limit.key}: each device sends {bytes_shown(size)} with one iteration of each loop "
             f"whose trip count is not known: whether that is within {bytes_shown(limit.bytes)} in "
-            f"a step is not known: {largest(endless)}"
+            f"a step is not known: {most_sent(endless)}"
         )
         fix = "let the loop have a constant number of iterations, or leave out this budget"
         yield budget_finding("warning", message, size, fix)
 
 
-def _over(limit: Limit, what: str, size: int, rows: str) -> Finding:
+def _over_limit(limit: Limit, what: str, size: int, rows: str) -> Finding:
     excess = size - limit.bytes
     message = (
         f"{limit.key}: each device {what}, {bytes_shown(excess)} over the budget of "
