@@ -261,3 +261,17 @@ def test_the_plan_of_a_state_is_put_on_each_mesh():
     assert [(row.bytes, row.host_bytes) for row in rows] == [(32, 32), (128, 128)]
     same = plan.sweep([{"tp": 2}], optimizer=plan.for_optimizer({"mu": tree}))
     assert same == plan.sweep([{"tp": 2}], optimizer=["float32"])
+
+
+def test_axes_are_proposed_that_few_heads_share():
+    """Of fsdp and tp alone no mesh cuts 8 heads over 16 devices."""
+    heads = {"wk": jax.ShapeDtypeStruct((4096, 8, 128), "bfloat16")}
+    rules = sr.Rules([("wk", P("fsdp", "tp"))], correction=sr.Correction(indivisible="prefix"))
+    rows = sr.plan(heads, rules, {"fsdp": 2, "tp": 16}).sweep(devices=32)
+    (note,) = rows.notes
+    assert note.startswith("8 heads on tp=16: put kv=8, rep=2 in the mesh in place of tp=16: ")
+    assert note in str(rows[:1])
+    shared = sr.plan(heads, rules.with_axes({"tp": ("kv", "rep")}), {"fsdp": 2, "kv": 8, "rep": 2})
+    assert (
+        shared.sweep([{"fsdp": 2, "kv": 8, "rep": 2}, {"fsdp": 4, "kv": 8, "rep": 1}]).notes == []
+    )

@@ -8,6 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.arguments import check_bounds, check_type, integer, mesh_shapes, strings
+from shardrules._base.specs import few_heads_advice
 from shardrules._base.text import (
     brief,
     bytes_shown,
@@ -66,11 +67,13 @@ class Sweep(Answer[SweepRow]):
 
     _guessed: tuple[str, ...] = ()
     """As `DeviceBytes.guessed`."""
+    _heads: tuple[str, ...] = ()
+    """As `few_heads_notes`."""
 
     @property
     def notes(self) -> list[str]:
-        """Lines with what names alone tell of the bytes."""
-        return [printable(line) for line in guess_shown(self._guessed)]
+        """Lines with what names alone tell of the bytes, and axes of more devices than heads."""
+        return [printable(line) for line in (*guess_shown(self._guessed), *self._heads)]
 
     def _json(self) -> dict[str, Any]:
         return {"notes": self.notes}
@@ -153,8 +156,26 @@ def sweep_meshes(
     may_lack = frozenset(axis for mesh in tried if isinstance(mesh, Mapping) for axis in mesh)
     may_lack |= plan.axis_sizes.keys()
     on_meshes = (sized_mesh(mesh)._replace(may_lack=may_lack) for mesh in tried)
-    rows = [_sweep_row(plan._on(mesh), training.on(mesh), hbm) for mesh in on_meshes]
-    return Sweep(_best_first(rows, _TIE * (hbm or 0)), _guessed=plan._leaves.guessed)
+    plans = [(plan._on(mesh), training.on(mesh)) for mesh in on_meshes]
+    rows = [_sweep_row(*one, hbm) for one in plans]
+    heads = few_heads_notes(one for one, _ in plans)
+    best = _best_first(rows, _TIE * (hbm or 0))
+    return Sweep(best, _guessed=plan._leaves.guessed, _heads=heads)
+
+
+def few_heads_notes(plans: Iterable[Plan]) -> tuple[str, ...]:
+    """Say for axes of more devices than an array has heads what to sweep in their place."""
+    advice_of: dict[str, tuple[int, str]] = {}  # of the smallest size of the axis
+    for plan in plans:
+        for kind in plan.kinds:
+            for loss in kind.losses:
+                if loss.kind == "indivisible" and len(loss.axes) == 1 and kind.shape:
+                    (axis,) = loss.axes
+                    heads, devices = kind.shape[loss.dim], plan.axis_sizes[axis]
+                    if advice := few_heads_advice(heads, axis, devices):
+                        note = devices, f"{heads} heads on {axis}={devices}: {advice}"
+                        advice_of[axis] = min(note, advice_of.get(axis, note))
+    return tuple(f"{note}; then sweep these axes" for _, note in advice_of.values())
 
 
 def _check_axis_names(plan: Plan, names: tuple[str, ...]) -> None:

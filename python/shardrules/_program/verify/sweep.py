@@ -25,7 +25,8 @@ from shardrules._base.text import (
 )
 from shardrules._place.mesh import AnyMesh, as_mesh
 from shardrules._plan.answers import Answer, Column, Table
-from shardrules._plan.sweep import factorizations
+from shardrules._plan.plan import Plan
+from shardrules._plan.sweep import factorizations, few_heads_notes
 from shardrules._program.compiler import is_of_cpus, results_in_order
 from shardrules._program.lowering import check_step_on, step_parts
 from shardrules._program.memory import Buffer, OutOfMemory
@@ -77,11 +78,18 @@ class StepSweep(Answer[StepSweepRow]):
     """The devices, and how many rows fit; whether all of them have been tried."""
     is_whole: bool = True
     """False if an interrupt came before all were tried."""
+    _heads: tuple[str, ...] = ()
+    """As `few_heads_notes` of the plans among the arguments."""
 
     @property
     def heading(self) -> str:
         """The summary."""
         return self.summary
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines with axes of more devices than arrays have heads."""
+        return [printable(line) for line in self._heads]
 
     def _json(self) -> dict[str, Any]:
         return {"summary": self.summary, "is_whole": self.is_whole}
@@ -200,9 +208,11 @@ def swept(
         for choice in product(*values.values())
     ]
 
+    plans: list[Plan] = []
+
     def start(case: tuple[AnyMesh, dict[str, Any]]) -> _AskedRow:
         mesh, choice = case
-        return _AskedRow(mesh, choice, _asked(step_on, mesh, choice, room))
+        return _AskedRow(mesh, choice, _asked(step_on, mesh, choice, room, plans))
 
     rows: list[StepSweepRow] = []
     results = results_in_order(cases, start, _proved_row, _AskedRow.close)
@@ -224,7 +234,8 @@ def swept(
         summary += "; no time is known of these devices: what sends least comes first"
     verdicts = Counter(filter(None, map(verdict_of, rows)))
     summary = "; ".join([summary, *(f"{word}: {count:,}" for word, count in verdicts.items())])
-    return StepSweep(rows, summary=summary, is_whole=not is_cut)
+    heads = few_heads_notes(plans)
+    return StepSweep(rows, summary=summary, is_whole=not is_cut, _heads=heads)
 
 
 def _checked_choices(
@@ -278,14 +289,19 @@ class _AskedRow(NamedTuple):
 
 
 def _asked(
-    step_on: Callable[..., Any], mesh: AnyMesh, choice: dict[str, Any], room: int | None
+    step_on: Callable[..., Any],
+    mesh: AnyMesh,
+    choice: dict[str, Any],
+    room: int | None,
+    plans: list[Plan],
 ) -> AskedProof | str:
-    """Start the compiler of a row; or return why that cannot be done."""
+    """Start the compiler of a row, and note its plans; or return why that cannot be done."""
     try:
         parts = step_on(mesh, **choice)
     except Exception as error:  # of the user's function, such as for heads that tp cannot cut
         return _said(error)
     step, args, *outputs = step_parts(parts, "step_on")
+    plans += [arg for arg in args if isinstance(arg, Plan)]
     try:
         return AskedProof(step, args, on=mesh, outputs=outputs[0] if outputs else None, hbm=room)
     except Exception as error:
