@@ -1,14 +1,19 @@
-"""The public API is what tests/data/api.txt says; CONTRIBUTING.md says what a change to it takes."""
+"""The public API is what tests/data/api.txt says, and `help` shows it; CONTRIBUTING.md says what a change to it takes."""
 
 from __future__ import annotations
 
 import ast
 import difflib
 import importlib
+import inspect
 import pkgutil
+import pydoc
+import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -76,3 +81,47 @@ def test_planning_is_imported_on_first_use():
         "from shardrules import *; assert Plan is sr.Plan"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# What no page of `help` shows: how typing keeps a name, where an object is, a record's every field.
+UNREADABLE = re.compile(r"ForwardRef|<object object| at 0x|= \w*Dialect\(|= Correction\(absent")
+
+
+def public_callables():
+    found = {
+        f"{module}.{name}": getattr(importlib.import_module(module), name)
+        for module in api.modules()
+        for name in api.public_names(module)
+    }
+    return {
+        name: one
+        for name, one in found.items()
+        if callable(one) and getattr(one, "__module__", "").startswith("shardrules")
+    }
+
+
+def test_help_is_readable():
+    pages = {name: pydoc.plain(pydoc.render_doc(one)) for name, one in public_callables().items()}
+    assert len(pages) > 145
+    # What a class inherits from Python is not ours to word.
+    ours = {name: re.split("inherited from collections", page)[0] for name, page in pages.items()}
+    wrong = {name: set(UNREADABLE.findall(page)) for name, page in ours.items()}
+    assert {name: found for name, found in wrong.items() if found} == {}
+
+
+def test_defaults_are_short():
+    """Of every public function, class and method."""
+    count = 0
+    for name, one in public_callables().items():
+        members = vars(one).items() if inspect.isclass(one) else ()
+        methods = [it for own, it in members if inspect.isfunction(it) and own[0] != "_"]
+        for thing in (one, *methods):
+            with suppress(ValueError, TypeError):  # of an enum, or one made in C
+                for parameter in inspect.signature(thing).parameters.values():
+                    assert len(repr(parameter.default)) <= 60, (name, thing, parameter)
+                    count += 1
+    assert count > 500
+
+
+def test_annotations_still_have_types():
+    assert get_type_hints(shardrules.types.CutReason)["axes"] == tuple[str, ...]

@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base.rule_specs import MEMORY_KINDS
-from shardrules._place.processes import digest
 from tests.support.contexts import not_on_jax_0_7
 
 RULES = [("w", P("fsdp", "tp"))]
@@ -210,18 +209,3 @@ class TestInsideJit:
                 step = jax.shard_map(step, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
             after = jax.jit(step)(placed(mesh, "device", "a"))
         assert after.sharding == there
-
-
-def test_state_on_the_host_is_fingerprinted_as_such(mesh, monkeypatch):
-    """What `shard` compares between processes has the memory kinds of the arrays."""
-    import shardrules._place.shard as placement
-
-    class Recorded(placement.JointCall):
-        def agree(self, rows):
-            compared.append(rows())
-
-    compared = []
-    monkeypatch.setattr(placement, "JointCall", Recorded)
-    for kind in ("device", "pinned_host"):
-        sr.shard({"w": placed(mesh, kind)}, RULES, mesh)
-    assert len(set(map(digest, compared))) == 2
