@@ -13,9 +13,9 @@ from shardrules._plan.memory import DeviceBytes as DeviceBytes
 from shardrules._plan.report import Explanation as Explanation
 from shardrules._plan.report import Tried as Tried
 from shardrules._plan.report import TriedName as TriedName
-from shardrules._plan.suggest.suggestion import CutReason as CutReason
-from shardrules._plan.suggest.suggestion import Reason as Reason
-from shardrules._plan.suggest.suggestion import Suggestion as Suggestion
+from shardrules._plan.suggest.suggest import CutReason as CutReason
+from shardrules._plan.suggest.suggest import Reason as Reason
+from shardrules._plan.suggest.suggest import Suggestion as Suggestion
 from shardrules._plan.sweep import Sweep as Sweep
 from shardrules._plan.sweep import SweepRow as SweepRow
 from shardrules._plan.transfer import Transfer as Transfer

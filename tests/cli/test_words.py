@@ -14,7 +14,7 @@ import shardrules as sr
 from shardrules import __version__
 from shardrules._base.hardware import public_hardware
 from shardrules._base.io import DEFAULT_MEMORY
-from shardrules._cli.command import commands, names
+from shardrules._cli.options import commands, names
 from shardrules._plan.codec import DIALECTS, LOGICAL_DIALECTS
 from shardrules._plan.findings import LEVELS
 from tests.support import command_page

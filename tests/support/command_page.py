@@ -8,7 +8,7 @@ from collections import Counter
 import click
 
 from shardrules._cli import APP
-from shardrules._cli.command import commands
+from shardrules._cli.options import commands
 from tests.support.folders import ROOT
 
 PAGE = ROOT / "docs" / "command-line.md"

@@ -13,7 +13,7 @@ import click
 
 from shardrules import __version__
 from shardrules._base.text import printable
-from shardrules._cli.command import CONTEXT, command_named, names
+from shardrules._cli.options import CONTEXT, command_named, names
 from shardrules._cli.process import FAILED, exit_with, print_note
 from shardrules._cli.types import did_you_mean
 

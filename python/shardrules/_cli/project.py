@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from shardrules._base.io import FileError, read_bytes
 from shardrules._base.text import printable, shown
-from shardrules._cli.command import Command, commands
+from shardrules._cli.options import Command, commands
 from shardrules._cli.process import FAILED, code_of, hint, is_quiet, print_note
 from shardrules._cli.types import FILE, KeyValues, did_you_mean
 from shardrules._plan.codec import check_keys, naming

@@ -32,7 +32,16 @@ from shardrules._place.boxes import unboxed
 from shardrules._place.decider import ByNames, ByPaths, Decider, RulesLike, as_decider
 from shardrules._place.mesh import AnyMesh, MeshLike, has_devices, resolve_mesh
 from shardrules._place.shardings import Decided
-from shardrules._plan.align import PlannedLeaves, leaves_in_plan, put_as_planned, survey_planned
+from shardrules._plan.align import (
+    PlannedLeaves,
+    abstract_tree,
+    decided_in,
+    leaves_in_plan,
+    put_as_planned,
+    sharding_tree,
+    spec_tree,
+    survey_planned,
+)
 from shardrules._plan.findings import NOTHING, CheckKind, Declared, Findings, Level, all_declared
 from shardrules._plan.fold import Folded, find, row_of
 from shardrules._plan.kinds import DEFAULT_LARGE, Kind, Spec, coverage_of
@@ -536,9 +545,7 @@ class Plan(Decider):
         Raises:
             ValueError: Some leaves get no spec. The message has their number, and lists the first.
         """
-        from shardrules._plan import trees
-
-        return trees.spec_tree(self)
+        return spec_tree(self)
 
     def shardings(self) -> Any:
         """Return the tree of NamedShardings; on a dict of sizes they have an AbstractMesh.
@@ -546,9 +553,7 @@ class Plan(Decider):
         Raises:
             ValueError: As `specs`.
         """
-        from shardrules._plan import trees
-
-        return trees.sharding_tree(self)
+        return sharding_tree(self)
 
     def abstract(self) -> Any:
         """Return ShapeDtypeStructs with their shardings, to restore a checkpoint into.
@@ -564,9 +569,7 @@ class Plan(Decider):
             >>> sr.plan(tree, [("w", "tp")], {"tp": 2}).abstract()["w"].sharding.spec[0]
             'tp'
         """
-        from shardrules._plan import trees
-
-        return trees.abstract_tree(self)
+        return abstract_tree(self)
 
     def fingerprint(self) -> str:
         """Return 64 hex digits that change with any path, shape, dtype, spec, memory or mesh axis.
@@ -731,8 +734,6 @@ class Plan(Decider):
         return {resolve_mesh(self.mesh if mesh is None else mesh)}
 
     def _decided(self, tree: Any, mesh: MeshLike | None) -> Decided:
-        from shardrules._plan import trees
-
         planned = self if mesh is None else self.on_mesh(mesh)
         leaves, rows = survey_planned(tree, self._leaves)
-        return trees.decided_in(planned, tree, leaves.tree, rows)
+        return decided_in(planned, tree, leaves.tree, rows)

@@ -22,12 +22,12 @@ from shardrules._base.text import (
 )
 from shardrules._place.mesh import has_devices
 from shardrules._place.shardings import listing
+from shardrules._plan.align import placement_errors
 from shardrules._plan.answers import Answer, Column, Table
 from shardrules._plan.check import refusals
 from shardrules._plan.diff import Pair, Pairs, paired
 from shardrules._plan.fold import fold
 from shardrules._plan.kinds import Kind, dtype_shown, placement_shown
-from shardrules._plan.trees import placement_errors
 
 if TYPE_CHECKING:
     import numpy.typing as npt

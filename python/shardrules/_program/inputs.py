@@ -24,11 +24,10 @@ from shardrules._base.text import (
 from shardrules._place.decider import check_decided
 from shardrules._place.mesh import AnyMesh, has_devices, memory_apart
 from shardrules._place.spec_trees import rows_and_paths
-from shardrules._plan.align import align
+from shardrules._plan.align import align, kind_specs
 from shardrules._plan.kinds import shared_along
 from shardrules._plan.plan import Plan
 from shardrules._plan.resolve import sized_mesh
-from shardrules._plan.trees import kind_specs
 from shardrules._program.executable import Executable, Side
 from shardrules._program.libraries import PLANNED, check_entries
 from shardrules._rules.rules import Rules

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._cli import options, types
-from shardrules._cli.command import command, option
+from shardrules._cli.options import command, option
 
 if TYPE_CHECKING:
     from shardrules._plan.findings import Finding
@@ -60,8 +60,7 @@ def check(
     over = _over_budget(plan, memory, budget, level.get("memory", "error"))
     findings = Findings([*over, *findings], findings.scope)
     if fix:
-        from shardrules._plan.suggest.suggest import suggest
-        from shardrules._plan.suggest.suggestion import missing_text
+        from shardrules._plan.suggest.suggest import missing_text, suggest
 
         if rules.companions:
             raise ValueError("--fix: some leaves follow others: leave out companions, and fix that")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardrules._cli import options
-from shardrules._cli.command import argument, command, option
+from shardrules._cli.options import argument, command, option
 from shardrules._cli.types import FILE, SHARE
 
 if TYPE_CHECKING:

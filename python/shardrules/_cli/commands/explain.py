@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardrules._cli import options
-from shardrules._cli.command import argument, command
+from shardrules._cli.options import argument, command
 
 
 @command("model.json layers/0/wq/kernel -r rules.toml -m fsdp=8,tp=4")

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from shardrules._cli import options
-from shardrules._cli.command import command, option
+from shardrules._cli.options import command, option
 from shardrules._cli.types import FILE
 
 

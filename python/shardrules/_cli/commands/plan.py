@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._cli import options
-from shardrules._cli.command import command, option
+from shardrules._cli.options import command, option
 from shardrules._cli.types import FILE
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardrules._cli import options, types
-from shardrules._cli.command import command, option
+from shardrules._cli.options import command, option
 
 if TYPE_CHECKING:
     from shardrules._plan.findings import Findings

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from shardrules._cli import options
-from shardrules._cli.command import command, option
+from shardrules._cli.options import command, option
 
 
 @command("my_package.train:small_step_on --mesh fsdp=4,tp=2")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardrules._cli import options, types
-from shardrules._cli.command import command, option
+from shardrules._cli.options import command, option
 
 if TYPE_CHECKING:
     from shardrules._base.hardware import Hardware

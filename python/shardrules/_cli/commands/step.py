@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardrules._cli import options
-from shardrules._cli.command import command, option
+from shardrules._cli.options import command, option
 
 
 @command("my_package.train:step_on --mesh fsdp=64,tp=8")

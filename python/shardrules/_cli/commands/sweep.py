@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._cli import options, types
-from shardrules._cli.command import command, option
+from shardrules._cli.options import command, option
 
 if TYPE_CHECKING:
     from shardrules._plan.answers import Table

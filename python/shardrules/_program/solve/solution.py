@@ -33,7 +33,7 @@ from shardrules._plan.planning import plan as plan_by_rules
 from shardrules._plan.report import Page
 from shardrules._plan.suggest.draft import draft_of_specs
 from shardrules._plan.suggest.patterns import TIGHTEST, units_of
-from shardrules._plan.suggest.suggestion import CutReason, Reason, Suggestion
+from shardrules._plan.suggest.suggest import CutReason, Reason, Suggestion
 from shardrules._program.solve.candidates import (
     Candidate,
     Contender,
