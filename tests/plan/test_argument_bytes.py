@@ -140,7 +140,7 @@ def test_host_memory():
 
 
 class TestWhereTheyDiffer:
-    """As the table of docs/planning.md says."""
+    """As docs/planning.md says."""
 
     def test_uneven_cuts(self):
         """JAX has no arguments like that; the plan counts what a program would hold inside."""
