@@ -7,7 +7,7 @@ import sys
 
 import jax
 
-_NAMED = re.compile(r"(?:could not import '([\w-]+)|^([\w.-]+) is not installed)")
+_NAMED = re.compile(r"(?:could not import '([\w-]+)|^([\w.-]+) is not installed(?:$|: ))")
 _IS_OLDEST = jax.__version_info__ < (0, 8)  # the group `oldest` has no other peers
 _IS_NEWEST = sys.version_info >= (3, 14)  # for which they have no wheels yet
 MAY_BE_MISSING = {
