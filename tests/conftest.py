@@ -12,11 +12,7 @@ from hypothesis import HealthCheck, settings
 
 # Before JAX starts: the tests of meshes need devices. Unoptimized, compiling takes two thirds of the time.
 os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=8",
-        "--xla_backend_optimization_level=0",
-    ]
+    [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
 )
 # No test takes from the cache of the person who runs it.
 os.environ["SHARDRULES_CACHE"] = "off"

@@ -35,9 +35,7 @@ MODULES = modules()
 
 def is_signature_of_plan(name, statement):
     """Whether it is the import of `Plan` that its own room has for type checkers alone."""
-    return name.startswith("_plan.") and ast.unparse(statement) == (
-        "from shardrules._plan.plan import Plan"
-    )
+    return name.startswith("_plan.") and ast.unparse(statement) == ("from shardrules._plan.plan import Plan")
 
 
 def imported(name):
@@ -102,8 +100,7 @@ def test_no_import_is_a_string_but_in_the_tables_of_public_names():
         f"{name}: {ast.unparse(call)}"
         for name, file in MODULES.items()
         for call in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(call, ast.Call)
-        and ast.unparse(call.func).endswith(("import_module", "__import__"))
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(("import_module", "__import__"))
         if any(
             isinstance(part, ast.Constant) and str(part.value).partition(".")[0] == "shardrules"
             for part in ast.walk(call)

@@ -36,9 +36,7 @@ PROGRAM = sr.inspect(COMPILED, (None,))
 DOUBLED = jax.jit(lambda x: x * 2)
 STEP = sr.trace(lambda params, x: params["w"].sum() * x, PLAN, np.ones(3))
 CHECKPOINT = Path(tempfile.mkdtemp()) / "model.safetensors"
-CHECKPOINT.write_bytes(
-    header_file({"w": {"dtype": "U8", "shape": [8, 8], "data_offsets": [0, 64]}}, bytes(64))
-)
+CHECKPOINT.write_bytes(header_file({"w": {"dtype": "U8", "shape": [8, 8], "data_offsets": [0, 64]}}, bytes(64)))
 # Something whose text is far too long for a message.
 HUGE = {f"layer{i}": {"kernel": np.ones(2)} for i in range(20_000)}
 
@@ -480,11 +478,7 @@ class TrainState(NamedTuple):
 
 def trainer():
     equinox = pytest.importorskip("equinox")
-    methods = {
-        "__annotations__": {"w": Any},
-        "init": lambda self: self,
-        "update": lambda self: self,
-    }
+    methods = {"__annotations__": {"w": Any}, "init": lambda self: self, "update": lambda self: self}
     return type("Trainer", (equinox.Module,), methods)(TREE["w"])
 
 

@@ -155,9 +155,7 @@ def test_no_one_else_reads_it_before_it_has_the_old_mode(tmp_path, monkeypatch):
     assert modes == [0o600]
 
 
-@pytest.mark.skipif(
-    getattr(os, "geteuid", int)() != 0 or os.name != "posix", reason="only root gives files away"
-)
+@pytest.mark.skipif(getattr(os, "geteuid", int)() != 0 or os.name != "posix", reason="only root gives files away")
 def test_the_owner_is_kept(tmp_path):
     path = tmp_path / "x"
     path.write_text("old")
@@ -182,9 +180,7 @@ def test_a_planted_link_is_not_followed(tmp_path, monkeypatch):
     monkeypatch.undo()
     write_text(tmp_path / "a", "")
     names = set()
-    monkeypatch.setattr(
-        io.os, "replace", lambda part, target: names.add(Path(part).name) or part.rename(target)
-    )
+    monkeypatch.setattr(io.os, "replace", lambda part, target: names.add(Path(part).name) or part.rename(target))
     for _ in range(10):
         write_text(tmp_path / "a", "")
     assert len(names) == 10
@@ -264,9 +260,7 @@ def test_a_full_disk_leaves_the_old_file_alone(tmp_path):
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "write_text(sys.argv[1], 'x' * 1_000_000)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
     assert f"OSError: [Errno {errno.EFBIG}] File too large: '{path}'" in done.stderr
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["x"]

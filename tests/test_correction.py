@@ -133,9 +133,7 @@ def restated(shape, dims, absent, indivisible):
                 candidates = []
             elif indivisible == "prefix":
                 lengths = range(len(candidates), -1, -1)
-                candidates = next(
-                    candidates[:n] for n in lengths if fits([sizes[i] for i in candidates[:n]])
-                )
+                candidates = next(candidates[:n] for n in lengths if fits([sizes[i] for i in candidates[:n]]))
             elif indivisible == "drop_axis":
                 chosen = []
                 for i in candidates:
@@ -152,10 +150,7 @@ POLICIES = st.sampled_from(["drop", "drop_axis", "prefix", "keep"])
 @given(
     st.lists(st.integers(0, 48), max_size=4).map(tuple),
     st.lists(
-        st.tuples(
-            st.lists(st.sampled_from([0, 1, 2, 2, 3, 4, 8]), max_size=4),
-            st.sampled_from([1, 1, 2, 3]),
-        ),
+        st.tuples(st.lists(st.sampled_from([0, 1, 2, 2, 3, 4, 8]), max_size=4), st.sampled_from([1, 1, 2, 3])),
         max_size=4,
     ),
     POLICIES,

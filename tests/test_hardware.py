@@ -53,9 +53,7 @@ def test_figures_agree_with_a_second_source(name):
     for ours, theirs in zip(figures, BOOK[name], strict=True):
         assert ours == pytest.approx(theirs, rel=0.12)
     assert len(device.sources) >= 2
-    assert device.torus_dimensions == {"v5e": 2, "v6e": 2}.get(
-        name, 1 if device.link == "NVLink" else 3
-    )
+    assert device.torus_dimensions == {"v5e": 2, "v6e": 2}.get(name, 1 if device.link == "NVLink" else 3)
 
 
 @pytest.mark.parametrize("name", ["A100", "H100", "H200", "B200", "GB200"])

@@ -45,12 +45,7 @@ def mesh(devices=8):
 @pytest.fixture
 def without(monkeypatch):
     """A function that takes a private name away, from one module or from all."""
-    caches = [
-        value
-        for module in MODULES
-        for value in vars(module).values()
-        if hasattr(value, "cache_clear")
-    ]
+    caches = [value for module in MODULES for value in vars(module).values() if hasattr(value, "cache_clear")]
 
     def take_away(name, module=None):
         read = _jax.private
@@ -134,9 +129,7 @@ def test_a_compiled_function_is_read_by_public_names(without, mesh):
         without(name)
     without("_params.in_tree")
     assert _programs.compiled_in_tree(compiled(mesh)) == in_tree
-    assert [
-        _shown(side) for side in (_programs.compiled_inputs, _programs.compiled_outputs)
-    ] == expected
+    assert [_shown(side) for side in (_programs.compiled_inputs, _programs.compiled_outputs)] == expected
     assert expected[0][1:] == [(None, (), "float32"), expected[0][2]]  # the second one is unused
 
 
@@ -186,9 +179,7 @@ print(match_partition_rules([("kernel", "fsdp"), (".*", None)], tree))
 def test_trees_are_walked_by_public_names():
     """In processes of their own, since a type is looked up once."""
     outputs = {
-        subprocess.run(
-            [sys.executable, "-c", IN_A_PROCESS, hidden], capture_output=True, text=True, check=True
-        ).stdout
+        subprocess.run([sys.executable, "-c", IN_A_PROCESS, hidden], capture_output=True, text=True, check=True).stdout
         for hidden in ("_registry", "nothing")
     }
     assert len(outputs) == 1
@@ -206,9 +197,7 @@ def test_without_what_reads_dumps_no_shardings_of_results_are_known(without, mes
     (file,) = tmp_path.glob("*after_optimizations.hlo.pb")
     module = file.read_bytes()
     specs = [sharding.spec for sharding in compiled.output_shardings]
-    assert (
-        specs == _programs.dumped_specs(module, mesh) == [P("fsdp", "tp"), P("tp"), P("tp", "fsdp")]
-    )
+    assert specs == _programs.dumped_specs(module, mesh) == [P("fsdp", "tp"), P("tp"), P("tp", "fsdp")]
     assert _programs.module_text(module).startswith("HloModule jit__lambda")
     for cut in (b"", module[:9], module[: len(module) // 4]):
         assert _programs.dumped_specs(cut, mesh) is None

@@ -63,9 +63,7 @@ def test_what_objects_say_of_themselves(name):
     tree = {name: LEAF, "w": LEAF}
     plan = sr.plan(tree, [(re.escape(name), (name, "fsdp")), (".*", ())], {"fsdp": 4, name: 2})
     other = sr.plan({f"{name}/x": LEAF}, [(".*", ())], {f"{name}y": 8})
-    harmless = sr.plan(
-        {"v": LEAF, "w": LEAF}, [("v", ("z", "fsdp")), (".*", ())], {"fsdp": 4, "z": 2}
-    )
+    harmless = sr.plan({"v": LEAF, "w": LEAF}, [("v", ("z", "fsdp")), (".*", ())], {"fsdp": 4, "z": 2})
     for text in (
         plan, plan.check(), plan.explain(name), plan.diff(other), plan.sweep([{name: 8}]), plan.on_mesh({"fsdp": 3}).explain(name),
         plan._repr_html_(), plan.check().to_github(f"{name}.py").replace("::error ", "").replace("::warning ", "").replace("::notice ", ""),

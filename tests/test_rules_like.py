@@ -180,9 +180,7 @@ RECORDS = {"RuleFile.rules", "RuleSpec.spec", "PlanDiff.rules", "Kind.spec", "Pr
 
 
 def test_every_callable_that_takes_rules_is_in_the_census():
-    found = {
-        f"{name}.{one}" for name, own in api.callables().items() for one in own if one in PARAMETERS
-    }
+    found = {f"{name}.{one}" for name, own in api.callables().items() for one in own if one in PARAMETERS}
     assert found - RECORDS - FOR_OTHER_THINGS == CENSUS.keys()
 
 
@@ -226,9 +224,7 @@ def test_specs_that_look_like_pairs_are_specs():
     tree = [TREE["wq"], TREE["wq"]]
     for specs in ([P("fsdp", "tp"), P()], (P("fsdp", "tp"), P("tp", None))):
         found = sr.named_shardings(tree, list(specs), mesh)
-        assert [one.spec for one in found] == [
-            sr.named_shardings(TREE["wq"], one, mesh).spec for one in specs
-        ]
+        assert [one.spec for one in found] == [sr.named_shardings(TREE["wq"], one, mesh).spec for one in specs]
         assert sr.plan(tree, list(specs), mesh).specs() == [one.spec for one in found]
     both = P(("fsdp", "tp"), None)
     assert sr.named_shardings(TREE["wq"], both, mesh).spec == both

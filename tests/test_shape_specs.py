@@ -18,13 +18,7 @@ from tests.support import corpus
 from tests.support.references import big_vision_fsdp, openpi_fsdp
 from tests.support.slow import MODELS
 
-MESHES = [
-    {"fsdp": 8},
-    {"fsdp": 256},
-    {"data": 2, "fsdp": 12},
-    {"fsdp": 1, "tp": 8},
-    {"replica": 2, "fsdp": 7, "tp": 4},
-]
+MESHES = [{"fsdp": 8}, {"fsdp": 256}, {"data": 2, "fsdp": 12}, {"fsdp": 1, "tp": 8}, {"replica": 2, "fsdp": 7, "tp": 4}]
 MIB = 2**20
 
 
@@ -90,10 +84,7 @@ def test_any_shape_gets_the_spec_of_big_vision(shape, sizes, threshold, within):
 WHOLE = sr.fsdp("fsdp", min_bytes=0)
 WHOLE_HEADS = sr.RuleSpec(WHOLE, units=(None, 256))
 BOTH = sr.fsdp(("replica", "fsdp"), min_bytes=0)
-BY_CORRECTION = {
-    policy: sr.RuleSpec(BOTH, sr.Correction(indivisible=policy))
-    for policy in ("drop", "prefix", "keep")
-}
+BY_CORRECTION = {policy: sr.RuleSpec(BOTH, sr.Correction(indivisible=policy)) for policy in ("drop", "prefix", "keep")}
 
 
 @pytest.mark.parametrize(

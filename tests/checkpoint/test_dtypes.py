@@ -53,23 +53,16 @@ class TestIntegersAreNoWeights:
     def test_a_rename_makes_no_floats_integers(self, save):
         rename = sr.Rename("w", "v", dtype="int8")
         arrays = {"w": np.full((8, 8), 0.02, "float32")}
-        with pytest.raises(
-            ValueError, match=r"'w' is float32, and its Rename has dtype='int8', to"
-        ):
+        with pytest.raises(ValueError, match=r"'w' is float32, and its Rename has dtype='int8', to"):
             sr.load(save(arrays), P(), mesh_of(), renames=[rename])
-        with pytest.raises(
-            ValueError, match=r"'w' is float32, and its Rename has dtype='int8', to"
-        ):
+        with pytest.raises(ValueError, match=r"'w' is float32, and its Rename has dtype='int8', to"):
             sr.reshard(sr.shard(arrays, P(), mesh_of()), P(), mesh_of(), renames=[rename])
 
     def test_a_rename_makes_integers_integers_and_floats_codes(self, save):
         path = save({"n": np.arange(8, dtype="int32"), "w": np.ones(8, "float32")})
         renames = [sr.Rename("n", "n", dtype="int8"), sr.Rename("w", "w", dtype=FLOAT8)]
         loaded = sr.load(path, P(), mesh_of(), renames=renames)
-        assert {name: str(array.dtype) for name, array in loaded.items()} == {
-            "n": "int8",
-            "w": "float8_e4m3fn",
-        }
+        assert {name: str(array.dtype) for name, array in loaded.items()} == {"n": "int8", "w": "float8_e4m3fn"}
 
 
 class TestWhatSaysItsOwnDtype:
@@ -142,9 +135,7 @@ class TestRandomKeys:
         moved = sr.reshard(state, plan)
         assert jax.tree.structure(moved) == jax.tree.structure(state)
         before, after = jax.tree.leaves(state), jax.tree.leaves(moved)
-        for old, new, sharding in zip(
-            before, after, jax.tree.leaves(plan.shardings()), strict=True
-        ):
+        for old, new, sharding in zip(before, after, jax.tree.leaves(plan.shardings()), strict=True):
             assert new.sharding == sharding
             if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
                 assert words(new) == words(old)
@@ -158,9 +149,7 @@ class TestRandomKeys:
         assert words(stacked) == words(jnp.stack(list(keys.values())))
         apart = sr.Rename("rng", "layers.{layer}.rng", "layer -> ")
         again = sr.reshard({"rng": stacked}, P(), mesh_of(), renames=[apart])
-        assert {name: words(key) for name, key in again.items()} == {
-            name: words(key) for name, key in keys.items()
-        }
+        assert {name: words(key) for name, key in again.items()} == {name: words(key) for name, key in keys.items()}
 
 
 def test_a_dtype_of_a_tree_that_is_not_known_has_its_path():

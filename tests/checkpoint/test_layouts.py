@@ -122,9 +122,7 @@ def test_loaded_resharded_and_saved(save, tmp_path, monkeypatch, case, spec, sma
     check(loaded, expected)
     moved = sr.reshard(sr.shard(arrays, P(), mesh), rules(spec), mesh, renames=renames)
     check(moved, expected)
-    assert {n: a.sharding for n, a in flat(moved).items()} == {
-        n: a.sharding for n, a in flat(loaded).items()
-    }
+    assert {n: a.sharding for n, a in flat(moved).items()} == {n: a.sharding for n, a in flat(loaded).items()}
     if not goes_back:
         with pytest.raises(ValueError, match="cannot go back: "):
             sr.save(loaded, tmp_path / "again", renames=renames)
@@ -177,13 +175,10 @@ def test_random_layouts(save, tmp_path, rng):
         rng.shuffle(names)
         target = grouped(names)
         text = " -> ".join(
-            " ".join(f"({' '.join(g)})" if len(g) > 1 else g[0] for g in side)
-            for side in (source, target)
+            " ".join(f"({' '.join(g)})" if len(g) > 1 else g[0] for g in side) for side in (source, target)
         )
         array = numbers(*(int(np.prod([axes[a] for a in g])) for g in source), start=number)
-        expected = array.reshape(list(axes.values())).transpose(
-            [list(axes).index(a) for a in names]
-        )
+        expected = array.reshape(list(axes.values())).transpose([list(axes).index(a) for a in names])
         expected = expected.reshape([int(np.prod([axes[a] for a in g])) for g in target])
         spec = P(*(rng.choice([None, "tp", "fsdp"]) for _ in target[:1]))
         renames = [sr.Rename("x", "y", text, sizes=axes)]
@@ -266,8 +261,6 @@ def test_short_runs_are_read_with_what_is_between(save, monkeypatch):
         seen.append(len(ranges.begins)), read(reader, file, ranges, memory)))  # fmt: skip
     monkeypatch.setattr(units, "_SMALL", 0)
     rename = sr.Rename("x", "y", "i (o p) -> p o i", sizes={"p": 4})
-    loaded = sr.load(
-        path, P("fsdp"), mesh_of(), renames=[rename], only="y", max_bytes_in_flight=1 << 19
-    )
+    loaded = sr.load(path, P("fsdp"), mesh_of(), renames=[rename], only="y", max_bytes_in_flight=1 << 19)
     check(loaded, {"y": array.reshape(64, 256, 4).transpose(2, 1, 0)})
     assert max(seen) <= 4 * 64  # rows, and not their elements

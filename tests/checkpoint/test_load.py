@@ -125,9 +125,7 @@ def test_as_safe_open_and_device_put(checkpoint, counted, shape):
     assert loaded.keys() == expected.keys()
     for name, array in loaded.items():
         assert array.sharding == expected[name].sharding
-        for one, other in zip(
-            array.addressable_shards, expected[name].addressable_shards, strict=True
-        ):
+        for one, other in zip(array.addressable_shards, expected[name].addressable_shards, strict=True):
             assert one.device == other.device
             assert bits(one.data) == bits(other.data)
     # Each byte once, though several devices hold the norms.
@@ -147,9 +145,7 @@ def test_each_dtype(rng, tmp_path):
     arrays |= {name: np.arange(32, dtype=name).reshape(8, 4) for name in ("int64", "uint64")}
     safetensors.numpy.save_file(arrays | {"scalar": np.array(3, "float32"), "empty": np.ones((0, 4), "float32")},
          tmp_path / "m.safetensors")  # fmt: skip
-    loaded = sr.load(
-        tmp_path / "m.safetensors", [("scalar|empty", ()), ("", "tp")], mesh_of((8,), ("tp",))
-    )
+    loaded = sr.load(tmp_path / "m.safetensors", [("scalar|empty", ()), ("", "tp")], mesh_of((8,), ("tp",)))
     assert loaded["scalar"] == 3
     assert loaded["empty"].shape == (0, 4)
     for name, array in arrays.items():
@@ -201,9 +197,7 @@ def test_what_only_a_compiler_can_decide_is_not_loaded(checkpoint):
     rules = [("", P(P.UNCONSTRAINED))]
     with pytest.raises(ValueError, match=r"cannot be placed as P\(UNCONSTRAINED"):
         sr.load(checkpoint, rules, mesh_of())
-    loaded = sr.load(
-        checkpoint, sr.Rules(rules, correction=sr.Correction(unconstrained="drop")), mesh_of()
-    )
+    loaded = sr.load(checkpoint, sr.Rules(rules, correction=sr.Correction(unconstrained="drop")), mesh_of())
     assert all(not any(array.sharding.spec) for array in loaded.values())
 
 
@@ -226,14 +220,8 @@ def test_what_does_not_fit_is_one_error(checkpoint):
     assert "33 problems with the arrays" in text
     assert "extra.{0..29}.w: missing: the tree wants float32[3]" in text
     assert "model.norm.weight: another shape: the tree wants [31], and the array has [32]" in text
-    assert (
-        "embed_tokens.weight: another kind of dtype: the tree wants int32, and the array has bf"
-        in text
-    )
-    assert (
-        "lm_head.weight: left over: the tree does not have it; a Rename to None leaves it out"
-        in text
-    )
+    assert "embed_tokens.weight: another kind of dtype: the tree wants int32, and the array has bf" in text
+    assert "lm_head.weight: left over: the tree does not have it; a Rename to None leaves it out" in text
 
 
 @pytest.mark.parametrize("most", [3000, 20_000])
@@ -326,9 +314,7 @@ class TestUntrusted:
         if way == "replace":  # the file that is open stays as it was
             sr.load(checkpoint / "a.safetensors", P(), mesh_of())
             return
-        with pytest.raises(
-            sr.FileError, match="a.safetensors: the file has changed since its header"
-        ):
+        with pytest.raises(sr.FileError, match="a.safetensors: the file has changed since its header"):
             sr.load(checkpoint / "a.safetensors", P(), mesh_of())
 
     def test_a_disk_that_fails(self, checkpoint, monkeypatch):
@@ -336,9 +322,7 @@ class TestUntrusted:
             raise OSError(5, "Input/output error")
 
         by_python(monkeypatch, fail)
-        with pytest.raises(
-            sr.FileError, match=r"safetensors: byte [\d,]+: Input/output error; check"
-        ):
+        with pytest.raises(sr.FileError, match=r"safetensors: byte [\d,]+: Input/output error; check"):
             sr.load(checkpoint, RULES, mesh_of())
 
     def test_a_short_read_is_read_on(self, checkpoint, monkeypatch):
@@ -351,9 +335,7 @@ class TestUntrusted:
     def test_headers_are_checked_as_ever(self, write):
         bad = {"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}
         path = write("m.safetensors", header_file(bad, bytes(15)))
-        assert "lie outside the file's 15 bytes" in message(
-            lambda source: sr.load(source, P(), mesh_of()), path
-        )
+        assert "lie outside the file's 15 bytes" in message(lambda source: sr.load(source, P(), mesh_of()), path)
 
     def test_a_manifest_has_no_data(self, write):
         path = write("m.json", {"params": [["w", [4], "F32"]]})
@@ -363,11 +345,7 @@ class TestUntrusted:
 
 def test_a_spec_of_none_and_a_leaf_without_a_rule(checkpoint):
     with pytest.raises(ValueError, match="gets None; each array needs"):
-        sr.load(
-            checkpoint / "a.safetensors",
-            dict.fromkeys(sr.read_model(checkpoint / "a.safetensors")),
-            mesh_of(),
-        )
+        sr.load(checkpoint / "a.safetensors", dict.fromkeys(sr.read_model(checkpoint / "a.safetensors")), mesh_of())
     with pytest.raises(ValueError, match="Partition rule not found"):
         sr.load(checkpoint, RULES[:1], mesh_of())
 
@@ -396,9 +374,7 @@ def one_array(folder, values, dtype):
 
 @pytest.mark.parametrize(("value", "of", "to"), LOST)
 @pytest.mark.parametrize("renames", [(), [sr.Rename("w", "w", "(a b) -> b a", {"a": 2})]])
-def test_a_value_that_its_dtype_lacks_is_an_error_that_names_the_array(
-    tmp_path, value, of, to, renames
-):
+def test_a_value_that_its_dtype_lacks_is_an_error_that_names_the_array(tmp_path, value, of, to, renames):
     path = one_array(tmp_path, [1.0, value, 2, 3], of)
     with pytest.raises(sr.FileError, match=r"^w: its values are from .*, and the largest of"):
         sr.load(path, P(), mesh_of(), dtype=to, renames=renames)
@@ -446,16 +422,12 @@ class TestRanges:
             begins = np.sort([rng.randrange(len(data) - size + 1) for size in sizes.tolist()])
             begins = np.minimum(begins, len(data) - sizes)
             order = np.argsort(begins, kind="stable")
-            ranges = reading.Ranges(
-                begins[order], sizes[order], np.cumsum(sizes[order]) - sizes[order]
-            )
+            ranges = reading.Ranges(begins[order], sizes[order], np.cumsum(sizes[order]) - sizes[order])
             expected = b"".join(
                 data[begin : begin + size]
                 for begin, size, _ in zip(*(column.tolist() for column in ranges), strict=True)
             )
-            for (_, code), memory in self.both(
-                tmp_path / "data", ranges, len(expected), monkeypatch
-            ):
+            for (_, code), memory in self.both(tmp_path / "data", ranges, len(expected), monkeypatch):
                 assert code == 0
                 assert memory == expected
 
@@ -466,31 +438,20 @@ class TestRanges:
             assert stop == (10, -1)
 
     @pytest.mark.parametrize(
-        "columns",
-        [
-            ([0], [8], [1]),
-            ([-1], [1], [0]),
-            ([0], [-1], [0]),
-            ([0, 1], [1, 1], [0]),
-            ([2**63 - 1], [1], [0]),
-        ],
+        "columns", [([0], [8], [1]), ([-1], [1], [0]), ([0], [-1], [0]), ([0, 1], [1, 1], [0]), ([2**63 - 1], [1], [0])]
     )
     def test_ranges_outside_of_the_memory(self, tmp_path, columns):
         if reading._native is None:
             pytest.skip("Python reads here")
         (tmp_path / "data").write_bytes(bytes(10))
         with open(tmp_path / "data", "rb") as file, pytest.raises(ValueError, match="range"):
-            reading._read_ranges(
-                file, reading.Ranges(*map(np.array, columns)), np.zeros(8, np.uint8)
-            )
+            reading._read_ranges(file, reading.Ranges(*map(np.array, columns)), np.zeros(8, np.uint8))
 
 
 def test_a_box_that_two_places_need_is_read_once(tmp_path, rng, counted):
     array = random_bits(rng, (4, 64), "uint16")
     safetensors.numpy.save_file({"w": array}, tmp_path / "m.safetensors")
-    loaded = sr.load(
-        tmp_path, P(), mesh_of(), renames=[sr.Rename("w", "w", "a b -> a n b", sizes={"n": 3})]
-    )["w"]
+    loaded = sr.load(tmp_path, P(), mesh_of(), renames=[sr.Rename("w", "w", "a b -> a n b", sizes={"n": 3})])["w"]
     assert np.array_equal(np.asarray(loaded), np.repeat(array[:, None], 3, 1))
     assert sum(counted) == array.nbytes
 

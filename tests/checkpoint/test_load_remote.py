@@ -46,11 +46,7 @@ class Faulty(memory.MemoryFileSystem):
 
 @pytest.fixture
 def arrays(tmp_path, monkeypatch):
-    for name, value in {
-        "ranges": [],
-        "fault": staticmethod(lambda number: None),
-        "version": 1,
-    }.items():
+    for name, value in {"ranges": [], "fault": staticmethod(lambda number: None), "version": 1}.items():
         monkeypatch.setattr(Faulty, name, value, raising=False)
     fsspec.register_implementation("faulty", Faulty, clobber=True)
     rng = np.random.default_rng(0)
@@ -75,9 +71,7 @@ def check(loaded, arrays):
     }
 
 
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "whole", "whole/model.safetensors.index.json"]
-)
+@pytest.mark.parametrize("name", ["model.safetensors", "whole", "whole/model.safetensors.index.json"])
 def test_a_file_an_index_and_a_directory(arrays, name):
     check(load(name), arrays)
     assert list(sr.read_model(f"faulty://{name}")) == list(arrays)
@@ -105,9 +99,7 @@ def test_near_ranges_are_one_of_one_request(arrays):
 @pytest.mark.parametrize("first", [0, 1])
 def test_what_fails_is_an_error(arrays, fault, message, first):
     Faulty.fault = staticmethod(lambda number: fault if number >= first else None)
-    with pytest.raises(
-        sr.FileError, match=f"^faulty://model.safetensors: .*{message}.*; check the"
-    ):
+    with pytest.raises(sr.FileError, match=f"^faulty://model.safetensors: .*{message}.*; check the"):
         load()
 
 
@@ -118,8 +110,7 @@ def test_a_store_that_refuses(arrays, monkeypatch):
         load(f"{name}?Signature=SECRET")
     url = "faulty://bucket/model@main/m.safetensors"
     assert str(caught.value) == (
-        f"{url}: PermissionError: 403, expired token, of {url}; check the URL, your credentials and "
-        "the connection"
+        f"{url}: PermissionError: 403, expired token, of {url}; check the URL, your credentials and the connection"
     )
 
 

@@ -85,9 +85,7 @@ def test_one_that_fails_makes_all_fail(folder, processes):
             elif index == odd:
                 assert error.startswith(FAILURES[case])
             else:
-                when = (
-                    "while it was reading" if case in WHILE_READING else "before anything was done"
-                )
+                when = "while it was reading" if case in WHILE_READING else "before anything was done"
                 assert error.startswith(f"RuntimeError: load: process {odd} failed {when}: "), error
                 assert FAILURES[case] in error
 

@@ -261,9 +261,7 @@ class TestBackwards:
 
     def test_two_that_become_one(self, tmp_path):
         renames = [sr.Rename("c", "a"), sr.Rename("c", "b")]
-        with pytest.raises(
-            ValueError, match="b: it would become 'c', which Rename.*'a'.* does not"
-        ):
+        with pytest.raises(ValueError, match="b: it would become 'c', which Rename.*'a'.* does not"):
             sr.save({"a": numbers(2), "b": numbers(2)}, tmp_path / "m", renames=renames)
 
     def test_a_leaf_called_value_is_no_box(self, tmp_path):
@@ -276,17 +274,8 @@ class TestBackwards:
     def test_a_state_of_nnx(self, save, tmp_path):  # noqa: F811
         nnx = pytest.importorskip("flax.nnx")
         model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
-        renames = [
-            sr.Rename("up.weight", "kernel", "out in -> in out"),
-            sr.Rename("up.bias", "bias"),
-        ]
+        renames = [sr.Rename("up.weight", "kernel", "out in -> in out"), sr.Rename("up.bias", "bias")]
         sr.save(nnx.state(model), tmp_path / "m", renames=renames)
-        again = sr.load(
-            tmp_path / "m",
-            P(),
-            mesh_of(),
-            tree=jax.eval_shape(lambda: nnx.state(model)),
-            renames=renames,
-        )
+        again = sr.load(tmp_path / "m", P(), mesh_of(), tree=jax.eval_shape(lambda: nnx.state(model)), renames=renames)
         assert jax.tree.structure(again) == jax.tree.structure(nnx.state(model))
         assert bits(*jax.tree.leaves(again)[1:]) == bits(*jax.tree.leaves(nnx.state(model))[1:])

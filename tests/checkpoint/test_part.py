@@ -20,9 +20,7 @@ HEAD = {"value_head": jax.ShapeDtypeStruct((32, 8), "float32")}
 
 def tree_of(folder, **others):
     own = sr.read_model(folder)
-    return {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in own.items()
-    } | others
+    return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in own.items()} | others
 
 
 def test_only_without_a_tree(checkpoint, monkeypatch):  # noqa: F811
@@ -91,16 +89,12 @@ def test_missing_leaves_are_made(checkpoint, caplog, init, expected):  # noqa: F
     assert head.dtype == "float32"
     assert np.array_equal(np.asarray(head), expected)
     assert "1 array made: value_head" in caplog.text
-    converted = sr.load(
-        checkpoint, rules, mesh_of(), tree=tree, missing={"value_head": init}, dtype="bfloat16"
-    )
+    converted = sr.load(checkpoint, rules, mesh_of(), tree=tree, missing={"value_head": init}, dtype="bfloat16")
     assert converted["value_head"].dtype == "bfloat16"
 
 
 def test_an_init_of_another_shape_names_the_path(checkpoint):  # noqa: F811
-    with pytest.raises(
-        ValueError, match=r"value of value_head: its shape is \[3\]; the tree wants \[32, 8\]"
-    ):
+    with pytest.raises(ValueError, match=r"value of value_head: its shape is \[3\]; the tree wants \[32, 8\]"):
         sr.load(checkpoint, ALL, mesh_of(), tree=tree_of(checkpoint, **HEAD),
                 missing={"value_head": np.ones(3)})  # fmt: skip
 
@@ -164,10 +158,7 @@ def test_without_a_tree_nothing_is_missing_or_left_over(checkpoint, options):  #
         sr.load(checkpoint, RULES, mesh_of(), **options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"strict": 2}, {"only": 3}, {"missing": "x"}, {"missing": {"x": "y"}}],
-)
+@pytest.mark.parametrize("options", [{"strict": 2}, {"only": 3}, {"missing": "x"}, {"missing": {"x": "y"}}])
 def test_arguments_of_other_types(checkpoint, options):  # noqa: F811
     with pytest.raises(TypeError, match=next(iter(options))):
         sr.load(checkpoint, RULES, mesh_of(), **options)

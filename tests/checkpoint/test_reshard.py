@@ -58,9 +58,7 @@ def live_bytes():
     """Of all arrays on several devices, without a look at their parts, which would be arrays too."""
     gc.collect()
     return sum(
-        int(np.prod(array.sharding.shard_shape(array.shape)))
-        * array.dtype.itemsize
-        * len(array.sharding.device_set)
+        int(np.prod(array.sharding.shard_shape(array.shape))) * array.dtype.itemsize * len(array.sharding.device_set)
         for array in jax.live_arrays()
         if not array.is_deleted() and len(array.sharding.device_set) > 1
     )
@@ -80,13 +78,7 @@ def test_peak_memory_is_within_the_bound(monkeypatch):
         return made
 
     monkeypatch.setattr(moving, "put", count_put)
-    moved = sr.reshard(
-        placed,
-        [("w", ("tp", "fsdp"))],
-        on(range(8), (4, 2)),
-        donate=True,
-        max_bytes_in_flight=3 * each,
-    )
+    moved = sr.reshard(placed, [("w", ("tp", "fsdp"))], on(range(8), (4, 2)), donate=True, max_bytes_in_flight=3 * each)
     assert len(peaks) == 6
     assert max(peaks) <= start + 3 * each
     assert all(array.is_deleted() for array in placed.values())
@@ -109,9 +101,7 @@ def test_one_array_under_two_paths_is_not_lost_when_donated(most, is_buffer):
     other = jax.device_put(x, jax.NamedSharding(mesh_of(), P("fsdp", None))) if is_buffer else x
     y = jax.device_put(array + 1, jax.NamedSharding(mesh_of(), P("fsdp")))
     rules = [("a", P("fsdp")), ("", P(("fsdp", "tp")))]
-    moved = sr.reshard(
-        {"a": x, "b": other, "c": y}, rules, mesh_of(), donate=True, max_bytes_in_flight=most
-    )
+    moved = sr.reshard({"a": x, "b": other, "c": y}, rules, mesh_of(), donate=True, max_bytes_in_flight=most)
     assert {name: bits(each) for name, each in moved.items()} == {
         "a": bits(array), "b": bits(array), "c": bits(array + 1),
     }  # fmt: skip
@@ -119,9 +109,7 @@ def test_one_array_under_two_paths_is_not_lost_when_donated(most, is_buffer):
 
 
 @pytest.mark.parametrize("where", ["devices", "host"])
-@pytest.mark.parametrize(
-    "renames", [[], [sr.Rename("w", "v")], [sr.Rename("w", "v", "a b -> b a")]]
-)
+@pytest.mark.parametrize("renames", [[], [sr.Rename("w", "v")], [sr.Rename("w", "v", "a b -> b a")]])
 def test_a_finite_value_does_not_become_infinite(where, renames):
     array = np.full((8, 8), 1e6, "float32")
     tree = {"w": array if where == "host" else jax.device_put(array)}
@@ -161,9 +149,7 @@ def test_stacked_into_a_plan_and_taken_apart(donate):
 
 
 def test_what_does_not_fit_a_plan():
-    plan = sr.plan(
-        {"w": jax.ShapeDtypeStruct((8, 4), "float32"), "v": np.ones(3)}, RULES, mesh_of()
-    )
+    plan = sr.plan({"w": jax.ShapeDtypeStruct((8, 4), "float32"), "v": np.ones(3)}, RULES, mesh_of())
     with pytest.raises(ValueError, match="the tree: 3 problems with the arrays") as info:
         sr.reshard({"w": np.ones((8, 8), "float32"), "x": np.ones(2, "float32")}, plan)
     assert "w: another shape: the tree wants [8, 4], and the array has [8, 8]" in str(info.value)

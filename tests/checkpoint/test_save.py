@@ -15,15 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 
-SPECS = [
-    P(),
-    P("a"),
-    P(None, "b"),
-    P("a", "b"),
-    P(("b", "a")),
-    P(None, None, "a"),
-    P("b", None, "a"),
-]
+SPECS = [P(), P("a"), P(None, "b"), P("a", "b"), P(("b", "a")), P(None, None, "a"), P("b", None, "a")]
 
 
 def mesh():
@@ -73,9 +65,7 @@ def test_random_keys_come_back_as_keys(tmp_path, implementation):
     keys = jax.random.split(jax.random.key(3, impl=implementation), 8)
     tree = {"drop": {"key": keys[0], "keys": keys}, "w": np.ones((8, 2), "float32")}
     sr.save(tree, tmp_path / "m")
-    assert jax.tree.map(lambda x: x.dtype, sr.read_model(tmp_path / "m")) == jax.tree.map(
-        lambda x: x.dtype, tree
-    )
+    assert jax.tree.map(lambda x: x.dtype, sr.read_model(tmp_path / "m")) == jax.tree.map(lambda x: x.dtype, tree)
     rules = [("keys|w", P("a")), ("", P())]
     for loaded in (
         sr.load(tmp_path / "m", rules, mesh()),
@@ -93,14 +83,10 @@ def test_random_keys_come_back_as_keys(tmp_path, implementation):
     assert again["drop"]["key"].dtype == keys.dtype
 
 
-@pytest.mark.parametrize(
-    "keys", ["[]", '{"w": "rbg"}', '{"v": "threefry2x32"}', '{"w": "none"}', '{"w": 3}', "{"]
-)
+@pytest.mark.parametrize("keys", ["[]", '{"w": "rbg"}', '{"v": "threefry2x32"}', '{"w": "none"}', '{"w": 3}', "{"])
 def test_words_that_are_none_of_keys(tmp_path, keys):
     metadata = {"shardrules.random_keys": keys}
-    safetensors.numpy.save_file(
-        {"w": np.ones((3, 2), "uint32")}, tmp_path / "m.safetensors", metadata
-    )
+    safetensors.numpy.save_file({"w": np.ones((3, 2), "uint32")}, tmp_path / "m.safetensors", metadata)
     with pytest.raises(sr.FileError):
         sr.load(tmp_path / "m.safetensors", [("", P())], mesh())
 
@@ -136,9 +122,7 @@ def test_named_arrays_come_back(tmp_path, mesh, is_by_name):
     values = np.arange(128, dtype="float32").reshape(8, 16)
     tree = {"up": hax.NamedArray(values, axes), "scale": np.ones(8, "float32")}
     axis = mesh.axis_names[0]
-    rules = (
-        sr.LogicalRules({"embed": axis, "mlp": None}) if is_by_name else [("up", axis), ("", ())]
-    )
+    rules = sr.LogicalRules({"embed": axis, "mlp": None}) if is_by_name else [("up", axis), ("", ())]
     plan = sr.plan(tree, rules, mesh)
     sr.save(tree, tmp_path / "saved")
     loaded = sr.load(tmp_path / "saved", plan)

@@ -58,10 +58,7 @@ def test_plan_as_text_and_json(small):
 
 SLIP = {
     "model": "heads",
-    "params": [
-        ["attn/k_proj/kernel", [4096, 768], "BF16"],
-        ["attn/q_proj/kernel", [4096, 4096], "BF16"],
-    ],
+    "params": [["attn/k_proj/kernel", [4096, 768], "BF16"], ["attn/q_proj/kernel", [4096, 4096], "BF16"]],
 }
 
 
@@ -112,9 +109,7 @@ def test_gradients_and_optimizer_are_counted(small):
 def test_the_memory_of_a_rule_in_a_file(tmp_path):
     model, rules = tmp_path / "model.json", tmp_path / "rules.toml"
     model.write_text(json.dumps(SLIP))
-    rules.write_text(
-        "[[rules]]\npattern = 'proj'\nspec = ['tp', 'fsdp']\nmemory_kind = 'pinned_host'\n"
-    )
+    rules.write_text("[[rules]]\npattern = 'proj'\nspec = ['tp', 'fsdp']\nmemory_kind = 'pinned_host'\n")
     args = (model, "-r", rules, "-m", "fsdp=8,tp=4")
     told = json.loads(run("plan", *args, "--format", "json").stdout)
     assert {row["memory_kind"] for row in told["folded"]} == {"pinned_host"}
@@ -131,15 +126,9 @@ def test_check_for_programs(small):
     model, rules = small
     args = ("check", model, "-r", rules, "-m", "fsdp=2,tp=4")
     findings = json.loads(run(*args, "--format", "json").stdout)["findings"]
-    assert (findings[0]["kind"], findings[0]["paths"], findings[0]["rule"]) == (
-        "catch-all",
-        ["embed"],
-        1,
-    )
+    assert (findings[0]["kind"], findings[0]["paths"], findings[0]["rule"]) == ("catch-all", ["embed"], 1)
     annotated = run(*args, "--format", "github").stdout
-    assert annotated.startswith(
-        f"::error file={rules},line=5,title=shardrules catch-all::1 leaf of 4"
-    )
+    assert annotated.startswith(f"::error file={rules},line=5,title=shardrules catch-all::1 leaf of 4")
 
 
 def test_an_annotation_names_the_file_from_the_root_of_the_checkout(small, monkeypatch):
@@ -167,10 +156,7 @@ def test_explain(small):
     assert "dim 0 of size 512 is not divisible by fsdp=3" in result.stdout
     missing = run("explain", model, "layers/1/wq/kernl", "-r", rules, "-m", "fsdp=3")
     assert missing.exit_code == 2
-    assert (
-        "no leaf has the path 'layers/1/wq/kernl'; near it: layers/{0,1}/wq/kernel"
-        in missing.stderr
-    )
+    assert "no leaf has the path 'layers/1/wq/kernl'; near it: layers/{0,1}/wq/kernel" in missing.stderr
 
 
 def test_sweep(small):
@@ -293,9 +279,7 @@ def test_quiet_leaves_the_result(small, tmp_path):
 
 def test_rules_that_fall_back_to_re_are_named(small, tmp_path):
     model, rules = small[0], tmp_path / "rules.json"
-    rules.write_text(
-        json.dumps([["wq(?=/kernel)", ["fsdp", "tp"]], ["(.)\\1\x1b", []], [".*", []]])
-    )
+    rules.write_text(json.dumps([["wq(?=/kernel)", ["fsdp", "tp"]], ["(.)\\1\x1b", []], [".*", []]]))
     told = run("plan", model, "-r", rules, "-m", "tp=4")
     assert told.stderr.splitlines() == [
         "note: `re`, not the automaton, evaluates rule 0 'wq(?=/kernel)' (lookahead)",
@@ -316,12 +300,7 @@ def test_rules_of_several_files_are_merged(small, tmp_path):
 
 
 FIXES = [
-    (
-        "toml",
-        '[[rules]]\npattern = "wq"\nspec = ["tp"]\n',
-        "at the end of the list",
-        'pattern = "embed"',
-    ),
+    ("toml", '[[rules]]\npattern = "wq"\nspec = ["tp"]\n', "at the end of the list", 'pattern = "embed"'),
     ("toml", '[[rules]]\npattern = ".*"\nspec = []\n', "before rule 0", 'pattern = "embed"'),
     ("json", '[["wq", ["tp"]]]', "at the end of the list", '["embed", ["tp", "fsdp"]],'),
     ("py", 'RULES = [("wq", ("tp",))]', "at the end of the list", "(r'embed', P('tp', 'fsdp')),"),
@@ -454,8 +433,7 @@ def test_a_manifest_in_the_paths_of_nnx_stands_for_the_model(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     Path("nnx_here.py").write_text(
-        "import jax\n"
-        "def model(): return {'w': {'value': jax.ShapeDtypeStruct((8, 16), 'bfloat16')}, 'n': 3}\n"
+        "import jax\ndef model(): return {'w': {'value': jax.ShapeDtypeStruct((8, 16), 'bfloat16')}, 'n': 3}\n"
     )
     Path("r.json").write_text(json.dumps([["w$", ["fsdp"]]]))
     words = ("-r", "r.json", "-m", "fsdp=2", "--dialect", "nnx")
@@ -546,10 +524,7 @@ def test_a_manifest_that_is_old_is_told(tmp_path, monkeypatch):
     assert difference.startswith("~ w  (8, 8) -> (16, 8)") or "[8, 8] -> [16, 8]" in difference
     assert Path("m.json").read_bytes() == before
     both = run("manifest", "old_manifest:model", "--check", "m.json", "-o", "n.json")
-    assert (
-        both.exit_code,
-        "'--check' and '-o' / '--output' exclude each other" in both.stderr,
-    ) == (2, True)
+    assert (both.exit_code, "'--check' and '-o' / '--output' exclude each other" in both.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

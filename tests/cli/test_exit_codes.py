@@ -47,8 +47,7 @@ def run(command, redirection="", **more):
 
 @POSIX
 @pytest.mark.parametrize(
-    ("redirection", "mesh"),
-    some(itertools.product([">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"], CODES), 2),
+    ("redirection", "mesh"), some(itertools.product([">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"], CODES), 2)
 )
 def test_a_closed_stream_is_like_the_null_device(small, redirection, mesh):
     code = CODES[mesh]

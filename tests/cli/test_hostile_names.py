@@ -185,11 +185,7 @@ def told(here, monkeypatch, name, changes, *of_check):
             # What the user's own code raises is told with its lines, if several with the fix behind.
             count = len(name.splitlines()) if " has raised RuntimeError: " in err else 1
             errors = err.count("\n") - (count if count > 1 else 0)
-            lines = (
-                None
-                if is_terminal or command.startswith(("suggest", "fix"))
-                else (out.count("\n"), errors)
-            )
+            lines = None if is_terminal or command.startswith(("suggest", "fix")) else (out.count("\n"), errors)
             summary = out.split("\n")[-2:] if command == "check" and code != 2 else None
             found[command, is_terminal] = (code, lines, summary)
     return found

@@ -72,9 +72,7 @@ def planted(project, monkeypatch):
     (project / "shardrules.toml").write_text(
         '[jobs.planted]\nmodel = "planted_code:tree"\nrules = "rules.toml"\nmesh = "tp=2"\n'
     )
-    (project / "planted_code.py").write_text(
-        "from pathlib import Path\nPath('ran').touch()\ndef tree(): return {}"
-    )
+    (project / "planted_code.py").write_text("from pathlib import Path\nPath('ran').touch()\ndef tree(): return {}")
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     yield project

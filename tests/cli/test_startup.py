@@ -31,11 +31,7 @@ def test_the_help_imports_no_command_and_no_library():
     assert not modules.intersection(HEAVY)
     assert not modules & {"rich", "typer"}
     own = {name for name in ours(modules) if name.startswith("shardrules._cli")}
-    assert ours(modules) - own == {
-        "shardrules._base",
-        "shardrules._base.io",
-        "shardrules._base.text",
-    }
+    assert ours(modules) - own == {"shardrules._base", "shardrules._base.io", "shardrules._base.text"}
     one = ours(imported_by(COMMAND_LINE, "plan", "--help"))
     assert {name for name in one if "commands." in name} == {"shardrules._cli.commands.plan"}
     assert one <= ours(modules)
@@ -51,9 +47,7 @@ def test_importing_the_package_imports_none_of_it():
 def test_matching_needs_neither_jax_nor_planning():
     modules = imported_by("import shardrules as sr; sr.Rules([('a', None)])")
     assert "shardrules._rules.rules" in modules
-    assert not [
-        name for name in modules if "_planning" in name or ".files" in name or "_plan" in name
-    ]
+    assert not [name for name in modules if "_planning" in name or ".files" in name or "_plan" in name]
     assert "jax" not in modules
 
 
@@ -64,9 +58,7 @@ def test_a_plan_imports_no_other_command_and_no_suggestion(tmp_path):
     words = ["plan", str(model), "-r", str(rules), "-m", "tp=2"]
     modules = imported_by(COMMAND_LINE, *words)
     others = ("_plan.suggest", "_program.verify", "_checkpoint", "compat")
-    assert not [
-        name for name in ours(modules) if name.startswith(tuple(map("shardrules.".__add__, others)))
-    ]
+    assert not [name for name in ours(modules) if name.startswith(tuple(map("shardrules.".__add__, others)))]
     unasked = ("asking.check", "asking.collectives", "asking.sweep", "locks", "roles")
     assert not [name for name in modules if name.startswith(tuple(map(PLANNING.__add__, unasked)))]
     # numpy.unique imports numpy.ma, for 10 ms; the others are for other files and questions.
@@ -76,27 +68,18 @@ def test_a_plan_imports_no_other_command_and_no_suggestion(tmp_path):
 def test_a_compiler_is_no_reason_to_look_for_a_tpu(tmp_path):
     """With libtpu in the environment, and no TPU, JAX would look for one and libtpu write lines."""
     (tmp_path / "libtpu.py").touch()
-    (tmp_path / "own.py").write_text(
-        "import os\ndef tree(): raise ValueError(os.environ.get('JAX_PLATFORMS'))"
-    )
+    (tmp_path / "own.py").write_text("import os\ndef tree(): raise ValueError(os.environ.get('JAX_PLATFORMS'))")
     environment = {name: text for name, text in os.environ.items() if name != "JAX_PLATFORMS"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
 
     def platforms(**more):
         command = [sys.executable, "-c", COMMAND_LINE, "manifest", "own:tree"]
         done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=tmp_path,
-            env=environment | more,
+            command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment | more
         )
         return done.stderr
 
-    devices = [
-        path for name in ("accel*", "vfio/*", "nvidia*", "kfd") for path in Path("/dev").glob(name)
-    ]
+    devices = [path for name in ("accel*", "vfio/*", "nvidia*", "kfd") for path in Path("/dev").glob(name)]
     expected = "None" if devices else "cpu"
     assert f"has raised ValueError: {expected};" in platforms()
     assert "has raised ValueError: cuda;" in platforms(JAX_PLATFORMS="cuda")

@@ -98,18 +98,14 @@ def test_each_command_has_its_help(name):
     assert COMMANDS[name].epilog in text
 
 
-@pytest.mark.parametrize(
-    "name", sorted(set(COMMANDS) - {"prove", "rehearse", "solve", "step", "sweep"})
-)
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"prove", "rehearse", "solve", "step", "sweep"}))
 def test_the_example_of_each_command_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     params = [["layers/0/wq/kernel", [4096, 4096], "F32"], ["layers/0/norm", [4096], "F32"]]
     Path("model.json").write_text(json.dumps({"params": params}))
     rules = [["kernel", ["fsdp", "tp"]], ["norm", []]]
     Path("rules.toml").write_text(f"rules = {json.dumps(rules)}")
-    planned = invoke(
-        "plan", "model.json", "-r", "rules.toml", "-m", "fsdp=2", "--lock", "plan.lock"
-    )
+    planned = invoke("plan", "model.json", "-r", "rules.toml", "-m", "fsdp=2", "--lock", "plan.lock")
     assert planned.exit_code == 0
     example = COMMANDS[name].epilog.removeprefix("Example: shardrules ")
     example = example.replace("my_package.model:shapes", "model.json")

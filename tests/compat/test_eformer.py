@@ -24,9 +24,7 @@ from jax.sharding import PartitionSpec as P
 from shardrules.compat import eformer as ours
 from tests.support.contexts import legacy
 
-theirs = pytest.importorskip(
-    "eformer.escale.partition.constraints", reason="eformer is not installed"
-)
+theirs = pytest.importorskip("eformer.escale.partition.constraints", reason="eformer is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 AXES = st.sampled_from(["dp", "fsdp", "tp", "absent"])
@@ -85,9 +83,7 @@ def test_the_same_functions_with_the_same_signatures():
 def test_any_spec_on_any_shape(mesh, shape, spec):
     x = jnp.ones(shape)
     with legacy(mesh):
-        expected, got = (
-            outcome(m.get_corrected_named_sharding, shape, spec) for m in (theirs, ours)
-        )
+        expected, got = (outcome(m.get_corrected_named_sharding, shape, spec) for m in (theirs, ours))
     assert got == expected or same_error(got, expected)
 
     def placed(module):
@@ -101,9 +97,7 @@ def test_any_spec_on_any_shape(mesh, shape, spec):
 
 
 NAMES = st.recursive(
-    st.none() | AXES,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(AXES, inner, max_size=2),
-    max_leaves=8,
+    st.none() | AXES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(AXES, inner, max_size=2), max_leaves=8
 )
 
 
@@ -153,11 +147,7 @@ def sharded(value):
 
     def answer(m, mesh):
         shard_fn = m.make_shard_and_gather_fns(P("tp"), mesh)[0]
-        return (
-            shard_fn(tensor={"x": numbers(8), "other": value}),
-            type(shard_fn(value)),
-            repr(value),
-        )
+        return (shard_fn(tensor={"x": numbers(8), "other": value}), type(shard_fn(value)), repr(value))
 
     return answer
 
@@ -274,9 +264,7 @@ ALIKE = [
     lambda m, _: m.match_partition_rules([(".*", P("x"))], {1: LEAF, "a": LEAF}),  # no order
     lambda m, mesh: m.extract_sharding_structure(arrays(mesh)),
     lambda m, mesh: m.get_shardings_with_structure(arrays(mesh)),
-    lambda m, mesh: m.extract_shardings(
-        {**arrays(mesh), "w": SimpleNamespace(sharding=P("tp"))}, mesh
-    ),
+    lambda m, mesh: m.extract_shardings({**arrays(mesh), "w": SimpleNamespace(sharding=P("tp"))}, mesh),
     lambda m, mesh: m.get_partition_spec({"a": arrays(mesh)["sharded"], "step": 3, "flag": True}),
     lambda m, _: m.get_partition_spec({"a": np.zeros(2)}),
     lambda m, _: m.get_partition_spec({"a": jnp.zeros(2)}),
@@ -341,9 +329,7 @@ def test_with_mesh_around_shard_map(mesh, manual):
         answers.extend([call(module, mesh) for call in QUESTIONS] for module in (ours, theirs))
         return x
 
-    mapped = jax.shard_map(
-        body, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), axis_names=manual
-    )
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), axis_names=manual)
     with legacy(mesh):
         jax.jit(mapped)(jnp.zeros((8, 8)))
     assert answers[0] == answers[1]
@@ -356,9 +342,7 @@ def test_a_spec_in_a_rule_means_what_it_means_alone(mesh):
     with legacy(mesh):
         for spec in (["fsdp", "tp"], [["fsdp", "tp"]], "tp", None):
             [found] = ours.match_partition_rules([("w", spec)], {"w": np.ones((8, 8))}).values()
-            assert ours.get_corrected_named_sharding((8, 8), spec) == (
-                ours.get_corrected_named_sharding((8, 8), found)
-            )
+            assert ours.get_corrected_named_sharding((8, 8), spec) == (ours.get_corrected_named_sharding((8, 8), found))
 
 
 def test_the_names_of_the_settings(monkeypatch):

@@ -100,9 +100,7 @@ class TestNames:
 
 
 FIELDS = {
-    field: st.one_of(
-        st.none(), st.sampled_from(MESH_AXES), st.sampled_from([("fsdp", "sp"), ("tp",)])
-    )
+    field: st.one_of(st.none(), st.sampled_from(MESH_AXES), st.sampled_from([("fsdp", "sp"), ("tp",)]))
     for field in ours._FIELDS[5:]
 } | {field: st.sampled_from(["x", "y"]) for field in ours._FIELDS[:5]}
 GIVEN_FIELDS = st.fixed_dictionaries({}, optional=FIELDS)
@@ -145,11 +143,7 @@ class TestResolving:
         assert got.resolve_axis(axes, mode) == wanted
         assert got.resolve_spec(axes, mode) == expected.resolve_spec(axes, mode)
 
-    @given(
-        GIVEN_FIELDS,
-        st.sampled_from(COMPOSITES),
-        st.one_of(st.none(), st.tuples(*[st.sampled_from([1, 4])] * 4)),
-    )
+    @given(GIVEN_FIELDS, st.sampled_from(COMPOSITES), st.one_of(st.none(), st.tuples(*[st.sampled_from([1, 4])] * 4)))
     def test_composites(self, fields, name, shape):
         got = ours.PartitionManager(ours.PartitionAxis(**fields))
         expected = theirs.PartitionManager(theirs.PartitionAxis(**fields))
@@ -167,8 +161,7 @@ class TestResolving:
         answered, decode = 0, {"decode_query_sequence_axis": "ep"}
         for args, kwargs in ARGUMENTS:
             got, expected = (
-                outcome(m.PartitionManager(m.PartitionAxis(**decode)).resolve, *args, **kwargs)
-                for m in (ours, theirs)
+                outcome(m.PartitionManager(m.PartitionAxis(**decode)).resolve, *args, **kwargs) for m in (ours, theirs)
             )
             assert got == expected, (args, kwargs)
             answered += not isinstance(expected, type)
@@ -186,17 +179,7 @@ OPERATIONS = st.lists(
     st.tuples(
         st.sampled_from(["A", "B", names.HEAD, names.EMPTY, " A "]),
         st.sampled_from(
-            [
-                "head_axis",
-                "query_sequence_axis",
-                "tp",
-                names.BATCH,
-                names.DP,
-                "A",
-                "B",
-                ["sp", "tp"],
-                ("B",),
-            ]
+            ["head_axis", "query_sequence_axis", "tp", names.BATCH, names.DP, "A", "B", ["sp", "tp"], ("B",)]
         ),
         st.sampled_from([names.NOT_GIVEN, None, "dp", "decode_head_axis", names.KV_HEAD]),
         st.booleans(),

@@ -31,8 +31,7 @@ nnx = pytest.importorskip("flax.nnx")
 
 IS_NEWER = hasattr(flax_spmd, "apply_rules")
 newer_flax = pytest.mark.skipif(
-    not IS_NEWER,
-    reason="flax before 0.12: no get_pspec and shard_value, other results of the rest",
+    not IS_NEWER, reason="flax before 0.12: no get_pspec and shard_value, other results of the rest"
 )
 MESH = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
 LAYERS = {our_meta.PARTITION_NAME: "layers"}
@@ -77,9 +76,7 @@ def test_every_public_name_is_here(ours, theirs):
 
 # --- names and rules ---
 
-ENTRIES = st.sampled_from(
-    [None, "", "embed", "mlp", "batch", "fsdp", "tp", ("embed", "mlp"), ("fsdp", "tp"), ()]
-)
+ENTRIES = st.sampled_from([None, "", "embed", "mlp", "batch", "fsdp", "tp", ("embed", "mlp"), ("fsdp", "tp"), ()])
 NAMES = st.lists(ENTRIES, max_size=4).map(tuple)
 MESH_AXES = st.sampled_from([None, "", "fsdp", "tp", "dp", ("fsdp", "tp"), ["fsdp", "tp"], ()])
 BAD_RULES = st.sampled_from([(), ("embed",), ("a", "b", "c"), "embed", 3, None, (["a"], "fsdp")])
@@ -110,9 +107,7 @@ def test_names_and_rules(names, rules, in_force, as_spec):
     }
     with rules_context(in_force):
         for name in OF_NAMES:
-            expected, got = (
-                outcome(getattr(m, name), *arguments[name]) for m in (flax_spmd, our_spmd)
-            )
+            expected, got = (outcome(getattr(m, name), *arguments[name]) for m in (flax_spmd, our_spmd))
             assert got == expected, name
     if rules and not in_force:
         assert our_spmd.composite_rules(rules, in_force) is rules
@@ -197,18 +192,13 @@ TREES = st.recursive(
     max_leaves=8,
 )
 INDEX = st.integers(-3, 4)
-PARAMS = st.sampled_from(
-    [LAYERS, {**LAYERS, "other": 1}, {our_meta.PARTITION_NAME: None}, {}, {"other": 1}]
-)
+PARAMS = st.sampled_from([LAYERS, {**LAYERS, "other": 1}, {our_meta.PARTITION_NAME: None}, {}, {"other": 1}])
 
 
 def made(tree, meta):
     """The tree with the boxes of this module."""
     return jax.tree_util.tree_map(
-        lambda x: (
-            meta.Partitioned(made(x.value, meta), x.names, x.mesh) if isinstance(x, Boxed) else x
-        ),
-        tree,
+        lambda x: meta.Partitioned(made(x.value, meta), x.names, x.mesh) if isinstance(x, Boxed) else x, tree
     )
 
 
@@ -242,9 +232,7 @@ def test_trees_of_boxes(tree):
     for changes in (flax_meta.unbox(theirs), updates, [1]):
         got, expected = (outcome(meta.replace_boxed, boxes, changes) for meta, boxes in both)
         assert got == expected
-    got, expected = (
-        outcome(meta.map_axis_meta, lambda box: box.names, boxes) for meta, boxes in both
-    )
+    got, expected = (outcome(meta.map_axis_meta, lambda box: box.names, boxes) for meta, boxes in both)
     assert got == expected
 
 
@@ -500,9 +488,7 @@ def mesh_of(kind):
 
 ARRAYS = st.sampled_from([(), (8,), (8, 4), (7, 4), (4, 8, 2)])
 LOGICAL = st.lists(st.sampled_from([None, "embed", "mlp", "fsdp", "tp", "nope"]), max_size=3)
-TO_MESH = st.lists(
-    st.tuples(st.sampled_from(["embed", "mlp"]), st.sampled_from(["fsdp", "tp", None])), max_size=3
-)
+TO_MESH = st.lists(st.tuples(st.sampled_from(["embed", "mlp"]), st.sampled_from(["fsdp", "tp", None])), max_size=3)
 
 
 @newer_flax

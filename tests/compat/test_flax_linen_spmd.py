@@ -19,9 +19,7 @@ meta = pytest.importorskip("flax.core.meta")
 
 NAMES = ["batch", "embed", "heads", "mlp", "layers", "vocab"]
 AXES = ["dp", "fsdp", "tp", "sp"]
-MESH_AXES = st.one_of(
-    st.none(), st.sampled_from(AXES), st.lists(st.sampled_from(AXES), max_size=3).map(tuple)
-)
+MESH_AXES = st.one_of(st.none(), st.sampled_from(AXES), st.lists(st.sampled_from(AXES), max_size=3).map(tuple))
 RULES = st.lists(st.tuples(st.sampled_from(NAMES), MESH_AXES), max_size=14)
 ENTRIES = st.one_of(st.none(), st.sampled_from(NAMES), st.just(P.UNCONSTRAINED))
 ARRAYS = st.lists(st.one_of(ENTRIES, st.sampled_from([("fsdp", "tp"), ("dp",)])), max_size=5)
@@ -66,16 +64,9 @@ def test_shardings_of_nnx_variables(mesh):
     from flax.core import spmd
 
     rules = [("embed", "fsdp"), ("mlp", "tp"), ("kv", None)]
-    names = {
-        "shorter": ("embed", "kv"),
-        "whole": ("kv", None),
-        "several": ("mlp", "kv"),
-        "scalar": (),
-    }
+    names = {"shorter": ("embed", "kv"), "whole": ("kv", None), "several": ("mlp", "kv"), "scalar": ()}
     params = {
-        path: nnx.Param(
-            jax.ShapeDtypeStruct((64, 8, 8)[: len(of) + (path == "shorter")], "float32")
-        )
+        path: nnx.Param(jax.ShapeDtypeStruct((64, 8, 8)[: len(of) + (path == "shorter")], "float32"))
         for path, of in names.items()
     }
     for path, param in params.items():
@@ -183,9 +174,7 @@ def init_of(module, rules=None, mesh=None):
 
 def test_boxes(mesh):
     boxes = [init_of(m, AXIS_RULES, mesh)(jax.random.key(0), (8, 8)) for m in (theirs, ours)]
-    assert [(box.names, box.rules, box.mesh) for box in boxes] == [
-        (("embed", "heads"), AXIS_RULES, mesh)
-    ] * 2
+    assert [(box.names, box.rules, box.mesh) for box in boxes] == [(("embed", "heads"), AXIS_RULES, mesh)] * 2
     assert all(box.unbox(apply_constraint=False) is box.value for box in boxes)
     shardings = [box.unbox().sharding for box in boxes]
     assert shardings[0].is_equivalent_to(shardings[1], 2)

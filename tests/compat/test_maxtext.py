@@ -43,8 +43,7 @@ class Dump(NamedTuple):
 def read_dump(path: Path) -> Dump:
     content = json.loads(gzip.decompress(path.read_bytes()))
     leaves = {
-        name: (line["shape"], "float32", line["logical"], line["spec"])
-        for name, line in content["leaves"].items()
+        name: (line["shape"], "float32", line["logical"], line["spec"]) for name, line in content["leaves"].items()
     }
     lines = content["activations"]
     named = {line["name"]: _activation(line) for line in lines if line["logical"] != "Unknown"}
@@ -69,10 +68,7 @@ def _activation(line: dict[str, str]) -> tuple[Any, str, Any, Any]:
     match = _ACTIVATION.fullmatch(line["name"].rpartition(": ")[2])
     assert match is not None
     shape = [int(size) for size in match["dims"].split(",") if size]
-    names, spec = (
-        ast.literal_eval(line["logical"]),
-        ast.literal_eval(line["spec"].removeprefix("P")),
-    )
+    names, spec = (ast.literal_eval(line["logical"]), ast.literal_eval(line["spec"].removeprefix("P")))
     return shape, match["dtype"], names, spec
 
 

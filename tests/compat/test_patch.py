@@ -38,8 +38,7 @@ def is_known(library):
 
 def needs(library):
     return pytest.mark.skipif(
-        not is_known(library),
-        reason=f"{library} is not installed, or in a version that patch does not know",
+        not is_known(library), reason=f"{library} is not installed, or in a version that patch does not know"
     )
 
 
@@ -164,9 +163,7 @@ class TestRefusals:
     @pytest.mark.parametrize("version", ["0.12.2", "0.13", "1.0", "0.13.0rc1"])
     def test_versions_that_nobody_compared(self, monkeypatch, version):
         monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-        with pytest.raises(
-            RuntimeError, match=f"flax {version}, but that of 0.12.3 to before 0.13"
-        ):
+        with pytest.raises(RuntimeError, match=f"flax {version}, but that of 0.12.3 to before 0.13"):
             sr.patch("flax")
 
     @EFORMER

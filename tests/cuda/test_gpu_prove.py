@@ -19,12 +19,7 @@ from tests.tpu.test_prove_command import MODULE
 
 pytestmark = needs_cuda
 SIZES = {"fsdp": 4, "tp": 2}
-TOPOLOGIES = {
-    "h100:8": SIZES,
-    "h200:4x2": SIZES,
-    "b200:8x2": {"fsdp": 8, "tp": 2},
-    "gb200:16": {"fsdp": 4, "tp": 4},
-}
+TOPOLOGIES = {"h100:8": SIZES, "h200:4x2": SIZES, "b200:8x2": {"fsdp": 8, "tp": 2}, "gb200:16": {"fsdp": 4, "tp": 4}}
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -49,9 +44,7 @@ def test_a_faulty_step_is_told_as_on_the_cluster():
     topology = sr.Topology("h100:8")
     plan = sr.plan(params(), RULES, SIZES)
     x = batch(topology.mesh(SIZES))
-    proof = sr.prove(
-        jax.jit(partial(step, hidden=None)), plan, x, on=topology, outputs=plan, large=2**16
-    )
+    proof = sr.prove(jax.jit(partial(step, hidden=None)), plan, x, on=topology, outputs=plan, large=2**16)
     kinds = {finding.kind for finding in proof.findings.at_least("warning")}
     assert {"donation", "unexpected"} & kinds
 

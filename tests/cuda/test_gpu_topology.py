@@ -53,9 +53,7 @@ def test_what_is_no_topology_is_told(name, slices):
 def test_without_the_plugin_the_extra_is_named(monkeypatch):
     find = importlib.util.find_spec
     missing = ("jax_plugins", *gpu_topology.PLUGINS)
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name in missing else find(name)
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find(name))
     with pytest.raises(ImportError, match=r"pip install 'jax\[cuda12-local\]'"):
         sr.Topology("h100:3").mesh(fsdp=3)
 

@@ -16,10 +16,7 @@ from tests.support import api, docs_pages
 from tests.support.docs_pages import DOCS, ROOT, blocks, commands, demo_folder, pages
 from tests.support.slow import slow
 
-MODULES = [
-    "shardrules",
-    *(m.name for m in pkgutil.walk_packages(shardrules.__path__, "shardrules.")),
-]
+MODULES = ["shardrules", *(m.name for m in pkgutil.walk_packages(shardrules.__path__, "shardrules."))]
 # Values that are read, not made; and what needs arrays on several devices to be worth showing.
 # Modules of names alone.
 CONSTANTS = ("shardrules.compat.eformer_common_types",)
@@ -51,9 +48,7 @@ NOT_RUN = {
         "the time differs; tests/tpu runs the example",
         "it needs the compiler for CUDA; tests/cuda proves such a step",
     ],
-    "docs/meshes.md": [
-        "needs several processes; tests/support/process_worker.py is the one that runs"
-    ],
+    "docs/meshes.md": ["needs several processes; tests/support/process_worker.py is the one that runs"],
 }
 # Names of files that pages tell users to have.
 USERS_FILES = {
@@ -176,14 +171,11 @@ def test_files_that_pages_name_exist():
     named = 0
     for page in [*pages(), "CONTRIBUTING.md"]:
         text = (ROOT / page).read_text()
-        for name in re.findall(
-            r"`((?:[\w.-]+/)*[\w.-]+\.(?:cpp|hpp|py|pyi|md|ipynb|gz|toml))`", text
-        ):
+        for name in re.findall(r"`((?:[\w.-]+/)*[\w.-]+\.(?:cpp|hpp|py|pyi|md|ipynb|gz|toml))`", text):
             assert name in ends or name in USERS_FILES, f"{page} names {name}"
             named += 1
         for name in re.findall(
-            r"(?<![\w./-])((?:csrc|docs|tests|benchmarks|examples|python/shardrules)/[\w./-]*\w)",
-            text,
+            r"(?<![\w./-])((?:csrc|docs|tests|benchmarks|examples|python/shardrules)/[\w./-]*\w)", text
         ):
             places = (ROOT, (ROOT / page).parent)  # links go out from the page
             assert any((place / name).exists() for place in places), f"{page} names {name}"
@@ -207,11 +199,7 @@ def test_the_reference_has_each_public_name_once():
     names = re.findall(r"^::: (\S+)$", pages, re.M)
     names += [f"{module}.{name}" for module, listed in lists for name in listed.split()]
     compat = [name for name in MODULES if re.match(r"shardrules\.compat\.[^_]", name)]
-    offered = [
-        f"{module}.{name}"
-        for module in ("shardrules", *api.OFFERED)
-        for name in api.public_names(module)
-    ]
+    offered = [f"{module}.{name}" for module in ("shardrules", *api.OFFERED) for name in api.public_names(module)]
     assert sorted(names) == sorted([*compat, *offered])
 
 

@@ -11,17 +11,12 @@ import shardrules as sr
 from tests.support.folders import ROOT
 
 PAGE = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
-CHECK, VERIFY = (
-    typing.get_args(part)
-    for part in typing.get_args(typing.get_type_hints(sr.types.Finding)["kind"])
-)
+CHECK, VERIFY = (typing.get_args(part) for part in typing.get_args(typing.get_type_hints(sr.types.Finding)["kind"]))
 
 
 def sections(*titles):
     """The headings of the third level below headings of the second."""
-    parts = [
-        re.split(r"^## ", PAGE.partition(f"\n## {title}\n")[2], flags=re.M)[0] for title in titles
-    ]
+    parts = [re.split(r"^## ", PAGE.partition(f"\n## {title}\n")[2], flags=re.M)[0] for title in titles]
     return tuple(re.findall(r"^### (\S+)$", "".join(parts), re.M))
 
 

@@ -13,10 +13,7 @@ from tests.support.folders import ROOT
 
 TABLE = re.compile(r"^\| what goes wrong .*?\n\n", re.M | re.S)
 MESH = {"fsdp": 4, "tp": 16}
-TREE = {
-    "q": jax.ShapeDtypeStruct((8192, 64, 128), "bfloat16"),
-    "k": jax.ShapeDtypeStruct((8192, 8, 128), "bfloat16"),
-}
+TREE = {"q": jax.ShapeDtypeStruct((8192, 64, 128), "bfloat16"), "k": jax.ShapeDtypeStruct((8192, 8, 128), "bfloat16")}
 RIGHT = [("q", ("fsdp", "tp")), ("k", ("fsdp",))]
 WRONG = {
     "catch-all": [("query|key", ("fsdp", "tp")), (".*", ())],

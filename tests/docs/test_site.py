@@ -11,18 +11,13 @@ from tests.support.browser import chromium
 from tests.support.folders import ROOT
 
 # The site's environment, which `make docs` makes; MKDOCS names another.
-MKDOCS = os.environ.get("MKDOCS") or next(
-    (str(file) for file in ROOT.glob(".venv/*-docs/bin/mkdocs")), None
-)
+MKDOCS = os.environ.get("MKDOCS") or next((str(file) for file in ROOT.glob(".venv/*-docs/bin/mkdocs")), None)
 CLIPPED = """() => [...document.querySelectorAll(".md-content :is(pre, pre > code, table, img)")]
     .filter(e => e.scrollWidth > e.clientWidth + 1
         || e.getBoundingClientRect().right > document.documentElement.clientWidth)
     .map(e => e.textContent.slice(0, 80))"""
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(MKDOCS is None, reason="`make docs` has not made its environment"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(MKDOCS is None, reason="`make docs` has not made its environment")]
 
 
 @pytest.fixture(scope="module")

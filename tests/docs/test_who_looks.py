@@ -10,13 +10,7 @@ import shardrules as sr
 from tests.support.folders import ROOT
 
 PAGES = {page: (ROOT / page).read_text() for page in ("README.md", "docs/index.md")}
-LOOKERS = {
-    "check": sr.Plan.check,
-    "prove": sr.prove,
-    "verify": sr.verify,
-    "audit": sr.audit,
-    "rehearse": sr.rehearse,
-}
+LOOKERS = {"check": sr.Plan.check, "prove": sr.prove, "verify": sr.verify, "audit": sr.audit, "rehearse": sr.rehearse}
 
 
 def rows(text):

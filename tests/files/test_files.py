@@ -246,10 +246,7 @@ def test_rules_of_toml(write):
     assert file.rules.match(tree) == {
         "wq": {"kernel": P("fsdp", None, ("tp", "sp"))}, "bias": P("tp"), "x": P(),
     }  # fmt: skip
-    assert (
-        read_rule_source(write("x.toml", TOML), sr.dialects.SPECTRAX).rules.dialect.name
-        == "Spectrax"
-    )
+    assert read_rule_source(write("x.toml", TOML), sr.dialects.SPECTRAX).rules.dialect.name == "Spectrax"
 
 
 def test_rules_with_specs_from_shapes(write):
@@ -340,9 +337,7 @@ BF16 = 989e12
 
 def test_the_file_of_a_device_is_a_record(write):
     read = sr.read_hardware(write("node.toml", NODE))
-    assert read == sr.Hardware(
-        "node", {"bfloat16": 989e12}, 96 * 10**9, 4e12, "NVLink", 450e9, 8, 25e9
-    )
+    assert read == sr.Hardware("node", {"bfloat16": 989e12}, 96 * 10**9, 4e12, "NVLink", 450e9, 8, 25e9)
     assert type(read.memory_bytes) is int
     assert (read.torus_dimensions, read.sources) == (1, ())
 

@@ -221,15 +221,11 @@ def test_the_command_line_allows_more(tmp_path, monkeypatch, words):
     assert invoke(*command, "1GB").exit_code == 0
 
 
-@pytest.mark.parametrize(
-    "names", [["a/" * 3_000_000 + "b"], [f"{i}/" + "a/" * 900 for i in range(9000)]]
-)
+@pytest.mark.parametrize("names", [["a/" * 3_000_000 + "b"], [f"{i}/" + "a/" * 900 for i in range(9000)]])
 def test_names_of_many_levels_do_not_fill_the_memory(names):
     """Some dialects need dicts in dicts, which take a hundred times what a name takes."""
     leaf = ArraySpec((2,), "float32")
-    with pytest.raises(
-        FileError, match="^m: .* the names have more levels than this dialect"
-    ) as info:
+    with pytest.raises(FileError, match="^m: .* the names have more levels than this dialect") as info:
         nested_dicts(Arrays("m", dict.fromkeys(names, leaf), "/"))
     assert len(str(info.value)) < 3000
 
@@ -265,9 +261,7 @@ def at_once():
 NOT_REGULAR = "this is not a regular file but a device or a pipe"
 
 
-@pytest.mark.parametrize(
-    "name", ["x", "x.json.gz", "x.safetensors", "x.toml", "x.safetensors.index.json"]
-)
+@pytest.mark.parametrize("name", ["x", "x.json.gz", "x.safetensors", "x.toml", "x.safetensors.index.json"])
 def test_a_fifo_is_not_waited_for(tmp_path, at_once, name):
     os.mkfifo(tmp_path / name)
     for read in (read_arrays, read_rule_source):
@@ -286,9 +280,7 @@ def test_a_device_is_not_read(at_once, name):
 def test_standard_input_is_not_waited_for(tmp_path):
     for name in ("/dev/stdin", "/proc/self/fd/0", "/dev/fd/0"):
         with subprocess.Popen(
-            [sys.executable, "-c", READ, "arrays", name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            [sys.executable, "-c", READ, "arrays", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as child:
             assert NOT_REGULAR in child.stdout.read().decode()
             assert child.wait(SECONDS) == 0
@@ -308,19 +300,13 @@ MANIFEST = b'{"params": [["w", [8, 8], "BF16"]]}'
 )
 def test_standard_input_is_read_where_it_is_asked_for(given, expected):
     command = [sys.executable, "-c", READ, "arrays", "-"]
-    assert (
-        expected in subprocess.run(command, input=given, stdout=subprocess.PIPE, check=True).stdout
-    )
+    assert expected in subprocess.run(command, input=given, stdout=subprocess.PIPE, check=True).stdout
 
 
 def test_a_terminal_is_not_waited_for():
     above, terminal = pseudo_terminal()
     child = subprocess.run(
-        [sys.executable, "-c", READ, "arrays", "-"],
-        stdin=terminal,
-        stdout=subprocess.PIPE,
-        timeout=SECONDS,
-        check=True,
+        [sys.executable, "-c", READ, "arrays", "-"], stdin=terminal, stdout=subprocess.PIPE, timeout=SECONDS, check=True
     )
     os.close(above)
     os.close(terminal)

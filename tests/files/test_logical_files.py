@@ -66,10 +66,7 @@ class TestRules:
         read = sr.read_rules(DUMPS / "base.yml")
         assert read.rules == sr.LogicalRules(dump["logical_axis_rules"], sr.dialects.MAXTEXT)
         assert read.name == "base"
-        assert (
-            sr.read_rules(DUMPS / "pure-fsdp.yml", dialect=sr.dialects.LINEN).rules.dialect
-            == sr.dialects.LINEN
-        )
+        assert sr.read_rules(DUMPS / "pure-fsdp.yml", dialect=sr.dialects.LINEN).rules.dialect == sr.dialects.LINEN
 
     def test_files_that_are_merged(self, tmp_path):
         base = written(tmp_path, "base.yml", "logical_axis_rules: [[embed, tp]]\nmodel: a")
@@ -120,16 +117,8 @@ class TestRules:
 
 MANIFEST = {
     "model": "small",
-    "params": [
-        ["layers/0/wi", [4096, 8192], "BF16"],
-        ["layers/1/wi", [4096, 8192], "BF16"],
-        ["norm", [4096], "F32"],
-    ],
-    "logical_axes": {
-        "layers/0/wi": ["embed", "mlp"],
-        "layers/1/wi": ["embed", "mlp"],
-        "norm": ["norm"],
-    },
+    "params": [["layers/0/wi", [4096, 8192], "BF16"], ["layers/1/wi", [4096, 8192], "BF16"], ["norm", [4096], "F32"]],
+    "logical_axes": {"layers/0/wi": ["embed", "mlp"], "layers/1/wi": ["embed", "mlp"], "norm": ["norm"]},
 }
 
 

@@ -15,11 +15,7 @@ from tests.support.files import message
 
 ocp = pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed")
 
-RULES = [
-    ("embedding", sr.RuleSpec("tp", memory_kind="pinned_host")),
-    ("wq/kernel", P("fsdp", "tp")),
-    (".*", P()),
-]
+RULES = [("embedding", sr.RuleSpec("tp", memory_kind="pinned_host")), ("wq/kernel", P("fsdp", "tp")), (".*", P())]
 
 
 @pytest.fixture
@@ -49,9 +45,7 @@ def saved(params, tmp_path, mesh):
 
 
 def equal(a, b):
-    return jax.tree.all(
-        jax.tree.map(lambda x, y: bool((np.asarray(x) == np.asarray(y)).all()), a, b)
-    )
+    return jax.tree.all(jax.tree.map(lambda x, y: bool((np.asarray(x) == np.asarray(y)).all()), a, b))
 
 
 def test_restored_arrays_have_the_plan_s_shardings(params, saved, mesh):

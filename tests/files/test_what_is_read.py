@@ -71,9 +71,7 @@ def test_equal_leaves_are_one_object(tmp_path):
 
 def test_every_dtype_of_files_is_one_of_jax(tmp_path):
     path = written(tmp_path / "a.json", *([name, [2], name] for name in BITS))
-    assert {name: leaf.dtype.name for name, leaf in sr.read_model(path).items()} == {
-        name: name for name in BITS
-    }
+    assert {name: leaf.dtype.name for name, leaf in sr.read_model(path).items()} == {name: name for name in BITS}
 
 
 def test_nothing_is_executed(tmp_path, monkeypatch):
@@ -87,9 +85,7 @@ def test_nothing_is_executed(tmp_path, monkeypatch):
 
 def test_the_bound_on_memory(tmp_path):
     path = written(tmp_path / "a.json", *([f"w{i}", [2, 2], "F32"] for i in range(500)))
-    assert "or in Python with max_memory" in message(
-        lambda path: sr.read_model(path, max_memory=1000), path
-    )
+    assert "or in Python with max_memory" in message(lambda path: sr.read_model(path, max_memory=1000), path)
     deep = written(tmp_path / "b.json", ["/" * 900, [2], "F32"])
     with pytest.raises(sr.FileError, match="^b: //.*: the names have more levels than"):
         sr.read_model(deep, max_memory=100_000)
@@ -97,9 +93,7 @@ def test_the_bound_on_memory(tmp_path):
     listed = tmp_path / "rules.json"
     listed.write_text(json.dumps([["w", ["tp"]]] * 100))
     for read in (sr.read_rules, sr.read_model):
-        assert "allow more with --max-memory" in message(
-            lambda path, read=read: read(path, max_memory=1000), listed
-        )
+        assert "allow more with --max-memory" in message(lambda path, read=read: read(path, max_memory=1000), listed)
     assert len(sr.read_rules(listed).rules) == 100
 
 

@@ -157,10 +157,7 @@ def _lenient_locks(text: str) -> Iterator[None]:
         digest = content["digest"]
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
         digest = None
-    with (
-        mock.patch.object(locks, "MOST_LEAVES", 10_000),
-        mock.patch.object(locks, "_digest", return_value=digest),
-    ):
+    with mock.patch.object(locks, "MOST_LEAVES", 10_000), mock.patch.object(locks, "_digest", return_value=digest):
         yield
 
 
@@ -251,9 +248,7 @@ def folding(data: bytes) -> None:
     paths = list(dict.fromkeys(paths))[:200]
     if not paths:
         return
-    group_of = np.array(
-        [(ord(groups[i % len(groups)]) if groups else 0) % 3 for i in range(len(paths))]
-    )
+    group_of = np.array([(ord(groups[i % len(groups)]) if groups else 0) % 3 for i in range(len(paths))])
     seen: list[str] = []
     for one in fold(paths, group_of.astype(np.int32)):
         expected = [paths[row] for row in one.rows]

@@ -93,9 +93,7 @@ def _real_tree(model: str) -> Any:
 def _case(model: str, tree: Any, name: str, sizes: dict[str, int]) -> Case:
     rules = corpus.rules(name)
     dialect = _DIALECTS.get(name.split("__")[0], sr.dialects.EFORMER)
-    if (
-        dialect is sr.dialects.KERAS
-    ):  # which wants full matches now; the lists are of when it searched
+    if dialect is sr.dialects.KERAS:  # which wants full matches now; the lists are of when it searched
         rules = [(f".*{pattern}.*", spec) for pattern, spec in rules]
     stacks = _STACKS.get((model, name), ())
     case = Case(f"{model} + {name}", tree, tuple(rules), dialect, _mesh(rules, {}), stacks)

@@ -50,11 +50,7 @@ def _attention(hidden: int, q: int, kv: int, norm: int = 0) -> dict[str, tuple[i
 
 
 def _mlp(hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
-    return {
-        "gate_proj/kernel": (hidden, inner),
-        "up_proj/kernel": (hidden, inner),
-        "down_proj/kernel": (inner, hidden),
-    }
+    return {"gate_proj/kernel": (hidden, inner), "up_proj/kernel": (hidden, inner), "down_proj/kernel": (inner, hidden)}
 
 
 def _experts(experts: int, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:

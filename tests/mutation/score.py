@@ -84,8 +84,7 @@ def table(scores: dict[str, Score]) -> str:
     lines = [f"| slip | {' | '.join(scores)} |", "|---" * (len(scores) + 1) + "|"]
     for name in CLASSES:
         told = (
-            f"{one.harmful[name] - len(one.missed.get(name, ()))} of {one.harmful[name]}"
-            for one in scores.values()
+            f"{one.harmful[name] - len(one.missed.get(name, ()))} of {one.harmful[name]}" for one in scores.values()
         )
         lines.append(f"| {name} | {' | '.join(told)} |")
     shares = " | ".join(f"{one.share:.2%} of {one.harmful.total():,}" for one in scores.values())

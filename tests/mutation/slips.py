@@ -92,9 +92,7 @@ def _axes_by_place(case: Case) -> Iterator[tuple[int, int, str]]:
                 yield index, dim, axis
 
 
-def _with_axes(
-    case: Case, index: int, dim: int, change: Callable[[str], str | None], what: str
-) -> Case:
+def _with_axes(case: Case, index: int, dim: int, change: Callable[[str], str | None], what: str) -> Case:
     entries = list(entries_of(case.rules[index][1]))
     axes = tuple(changed for axis in entry_axes(entries[dim]) if (changed := change(axis)))
     entries[dim] = entry_of(axes)
@@ -161,9 +159,7 @@ def mesh_size_that_does_not_divide(case: Case) -> Iterator[Case]:
     for axis, size in case.mesh.items():
         if size > 1:
             for other in (3 * size, size - 1, size + 1, 5 * size):
-                yield replace(
-                    case, mesh={**case.mesh, axis: other}, what=f"mesh axis {axis}={other}"
-                )
+                yield replace(case, mesh={**case.mesh, axis: other}, what=f"mesh axis {axis}={other}")
 
 
 def end_of_path(case: Case) -> Iterator[Case]:

@@ -16,9 +16,7 @@ LEAST = 0.99
 def test_harmful_slips_are_told(pairs):
     found = score(cases(pairs))
     assert found.share >= LEAST, found.missed
-    without = (
-        {"a companion mistyped, or scanned with unscanned rules"} if pairs is HELD_OUT else set()
-    )
+    without = {"a companion mistyped, or scanned with unscanned rules"} if pairs is HELD_OUT else set()
     assert found.harmful.keys() >= CLASSES.keys() - without
 
 

@@ -72,9 +72,7 @@ def command_line(directory: Path) -> None:
 def _run(*args: str) -> subprocess.CompletedProcess[str]:
     (script,) = Path(sys.executable).parent.glob("shardrules*")
     environment = {**os.environ, "PYTHONUTF8": "1"}
-    return subprocess.run(
-        [script, *args], capture_output=True, encoding="utf-8", env=environment, check=False
-    )
+    return subprocess.run([script, *args], capture_output=True, encoding="utf-8", env=environment, check=False)
 
 
 def main() -> None:

@@ -31,12 +31,8 @@ EVERY_MODULE = [
 
 def test_public_api():
     pinned = PINNED.read_text(encoding="utf-8").splitlines()
-    changes = list(
-        difflib.unified_diff(pinned, api.api().splitlines(), "pinned", "now", lineterm="", n=0)
-    )
-    assert not changes, (
-        "see CONTRIBUTING.md; `python -m tests.support.api` pins it anew:\n" + "\n".join(changes)
-    )
+    changes = list(difflib.unified_diff(pinned, api.api().splitlines(), "pinned", "now", lineterm="", n=0))
+    assert not changes, "see CONTRIBUTING.md; `python -m tests.support.api` pins it anew:\n" + "\n".join(changes)
 
 
 def test_public_modules_have_what_they_offer():

@@ -37,10 +37,7 @@ def job(tmp_path, monkeypatch):
     tools.mkdir()
     entry = tools / "entry.py"
     entry.write_text(ENTRY)
-    for name, text in (
-        ("python", PYTHON),
-        ("shardrules", PYTHON.replace('"$@"', f'{shlex.quote(str(entry))} "$@"')),
-    ):
+    for name, text in (("python", PYTHON), ("shardrules", PYTHON.replace('"$@"', f'{shlex.quote(str(entry))} "$@"'))):
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     libraries = tmp_path / "libraries"
@@ -199,9 +196,7 @@ def test_actions_of_others_are_pinned_by_commit():
 
 def test_the_page_uses_inputs_and_hooks_that_exist():
     page = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
-    workflow, config = (
-        yaml.safe_load(block) for block in re.findall(r"```yaml[^\n]*\n(.*?)```", page, re.S)
-    )
+    workflow, config = (yaml.safe_load(block) for block in re.findall(r"```yaml[^\n]*\n(.*?)```", page, re.S))
     (step,) = [s for s in workflow["jobs"]["check"]["steps"] if "shardrules@" in s["uses"]]
     assert given(**{name.replace("-", "_"): value for name, value in step["with"].items()})
     assert [hook["id"] for repo in config["repos"] for hook in repo["hooks"]] == [HOOK["id"]]

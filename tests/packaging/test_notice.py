@@ -18,9 +18,7 @@ def test_every_source_of_data_is_named():
     texts = [json.dumps(json.loads(gzip.decompress(path.read_bytes()))) for path in packed]
     sources = [source for text in texts for source in re.findall(r'"source": "([^"]*)"', text)]
     assert len(sources) > 130
-    projects = {
-        name for source in sources for name in re.findall(r"github:([\w-]+/[\w-]+)", source)
-    }
+    projects = {name for source in sources for name in re.findall(r"github:([\w-]+/[\w-]+)", source)}
     assert len(projects) > 15
     assert [name for name in sorted(projects) if f"github.com/{name} " not in NOTICE] == []
     packages = {name for source in sources for name in re.findall(r"(\w+)==", source)}

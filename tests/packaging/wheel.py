@@ -15,9 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "python"
 def main(wheel: str) -> int:
     with ZipFile(wheel) as archive:
         sizes = {info.filename: info.file_size for info in archive.infolist() if not info.is_dir()}
-    extension = [
-        name for name in sizes if name.startswith("shardrules/_core.") and not name.endswith(".pyi")
-    ]
+    extension = [name for name in sizes if name.startswith("shardrules/_core.") and not name.endswith(".pyi")]
     told = {name for name in sizes if name.partition("/")[0].endswith(".dist-info")}
     files = (path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix != ".pyc")
     expected = {path.relative_to(PACKAGE).as_posix() for path in files}

@@ -29,11 +29,7 @@ def is_sharded(array, mesh, *entries):
 
 
 AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
-TYPES = {
-    "auto": (AUTO, AUTO, AUTO),
-    "explicit": (EXPLICIT, EXPLICIT, EXPLICIT),
-    "mixed": (EXPLICIT, AUTO, AUTO),
-}
+TYPES = {"auto": (AUTO, AUTO, AUTO), "explicit": (EXPLICIT, EXPLICIT, EXPLICIT), "mixed": (EXPLICIT, AUTO, AUTO)}
 
 
 @pytest.fixture(params=TYPES)
@@ -112,8 +108,7 @@ class TestUnderSetMesh:
         with jax.set_mesh(typed_mesh):
             x = constrain(jnp.arange(4.0), P("a"))
             expected, *results = (
-                jax.jit(jax.shard_map(body, in_specs=P("a"), out_specs=P("a"), axis_names={"a"}))(x)
-                for body in bodies
+                jax.jit(jax.shard_map(body, in_specs=P("a"), out_specs=P("a"), axis_names={"a"}))(x) for body in bodies
             )
         assert seen[0] == (2,)
         for result in results:
@@ -138,9 +133,7 @@ class TestUnderSetMesh:
 
         with jax.set_mesh(typed_mesh):
             x = constrain(jnp.arange(64.0).reshape(8, 8), P("a"))
-            result = jax.jit(
-                jax.shard_map(body, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
-            )(x)
+            result = jax.jit(jax.shard_map(body, in_specs=P("a"), out_specs=P("a"), axis_names={"a"}))(x)
         # JAX has no sharding that leaves a dimension alone where all other axes are Explicit.
         rows = ("a", "b") if AUTO in typed_mesh.axis_types else "a"
         assert is_sharded(result, typed_mesh, rows, "c")
@@ -157,9 +150,7 @@ class TestUnderSetMesh:
     def test_all_axes_manual(self, typed_mesh):
         with jax.set_mesh(typed_mesh):
             x = constrain(jnp.arange(8.0), P("a"))
-            mapped = jax.shard_map(
-                lambda x: constrain(x, P("a", "b")), in_specs=P("a"), out_specs=P("a")
-            )
+            mapped = jax.shard_map(lambda x: constrain(x, P("a", "b")), in_specs=P("a"), out_specs=P("a"))
             np.testing.assert_array_equal(np.asarray(jax.jit(mapped)(x)), np.arange(8.0))
 
 
@@ -174,12 +165,7 @@ class TestWithoutSetMesh:
                 assert is_sharded(call(jnp.zeros((8, 7)), P("fsdp", "tp")), mesh, "fsdp")
 
     def test_shardings_and_trees_of_them(self, mesh):
-        tree = {
-            "a": jnp.zeros((8, 8)),
-            "b": {"c": jnp.zeros(8), "d": jnp.zeros(3)},
-            "n": 1,
-            "x": jnp.zeros(8),
-        }
+        tree = {"a": jnp.zeros((8, 8)), "b": {"c": jnp.zeros(8), "d": jnp.zeros(3)}, "n": 1, "x": jnp.zeros(8)}
         specs = {"a": NamedSharding(mesh, P("fsdp")), "b": P("tp"), "n": P(), "x": None}
         result = constrain(tree, specs, mesh)
         assert is_sharded(result["a"], mesh, "fsdp")
@@ -405,8 +391,7 @@ class TestWhatIsRemembered:
         """Other rules may get the address of those that are gone."""
         tree = {"w": jnp.zeros(8)}
         expected = {
-            entry: text_by_jax(tree, sr.named_shardings(tree, P(entry), mesh))
-            for entry in ("fsdp", "tp", None)
+            entry: text_by_jax(tree, sr.named_shardings(tree, P(entry), mesh)) for entry in ("fsdp", "tp", None)
         }
         for _ in range(20):
             for entry, text in expected.items():

@@ -175,13 +175,9 @@ class Unnamed(Layer):
 
 
 jax.tree_util.register_pytree_with_keys(
-    Layer,
-    lambda layer: ([(jax.tree_util.GetAttrKey("rate"), layer.rate)], None),
-    lambda _, children: Layer(*children),
+    Layer, lambda layer: ([(jax.tree_util.GetAttrKey("rate"), layer.rate)], None), lambda _, children: Layer(*children)
 )
-jax.tree_util.register_pytree_node(
-    Unnamed, lambda layer: ([layer.rate], None), lambda _, children: Unnamed(*children)
-)
+jax.tree_util.register_pytree_node(Unnamed, lambda layer: ([layer.rate], None), lambda _, children: Unnamed(*children))
 
 
 class State(NamedTuple):
@@ -283,18 +279,14 @@ def test_nothing_is_placed_if_something_cannot_be(mesh):
 
 def test_scalars_are_kept_where_asked(mesh):
     given = {**tree(), "name": "relu", "flag": True, "f": len, "d": jax.devices()[0]}
-    with pytest.raises(
-        TypeError, match=r"\['d'\] is .*scalars='keep', which leaves all that is not an array"
-    ):
+    with pytest.raises(TypeError, match=r"\['d'\] is .*scalars='keep', which leaves all that is not an array"):
         sr.shard(given, RULES, mesh)
     placed = sr.shard(given, RULES, mesh, scalars="keep")
     for name in ("step", "lr", "name", "flag", "f", "d"):
         assert placed[name] is given[name]
     assert placed["w"].sharding == sr.named_shardings(given, RULES, mesh)["w"]
     assert isinstance(placed["scalar"], jax.Array)
-    with pytest.raises(
-        TypeError, match=r"\['w'\] is Ref.* no array with data.*of a Ref what is in it"
-    ):
+    with pytest.raises(TypeError, match=r"\['w'\] is Ref.* no array with data.*of a Ref what is in it"):
         sr.shard({"w": jax.new_ref(jnp.ones((8, 8)))}, RULES, mesh)
     abstract = {"w": jax.ShapeDtypeStruct((8, 8), "float32"), "step": 3}
     with pytest.raises(TypeError, match=r"\['w'\] is ShapeDtypeStruct"):
@@ -305,9 +297,7 @@ def test_what_only_a_compiler_can_decide_is_not_placed(mesh):
     """JAX's own error was a bare KeyError: UNCONSTRAINED."""
     rules = [("k", P(P.UNCONSTRAINED, "fsdp"))]
     given = {"k": np.zeros((8, 8))}
-    with pytest.raises(
-        ValueError, match=r"leaf \['k'\] cannot be placed as P\(UNCONSTRAINED, 'fsdp'"
-    ):
+    with pytest.raises(ValueError, match=r"leaf \['k'\] cannot be placed as P\(UNCONSTRAINED, 'fsdp'"):
         sr.shard(given, rules, mesh)
     placed = sr.shard(given, sr.Rules(rules, correction=sr.Correction(unconstrained="drop")), mesh)
     assert tuple(placed["k"].sharding.spec) == (None, "fsdp")
@@ -316,9 +306,7 @@ def test_what_only_a_compiler_can_decide_is_not_placed(mesh):
 def test_companions_of_a_file_serve_a_process_that_has_planned_nothing(tmp_path):
     """They were refused until something had imported planning."""
     rules = tmp_path / "rules.toml"
-    rules.write_text(
-        'stacked = ["layers"]\n[[rules]]\npattern = "layers/[0-9]+/wq"\nspec = ["fsdp", "tp"]\n'
-    )
+    rules.write_text('stacked = ["layers"]\n[[rules]]\npattern = "layers/[0-9]+/wq"\nspec = ["fsdp", "tp"]\n')
     text = f"""
 import jax, pickle
 import shardrules as sr

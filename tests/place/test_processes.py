@@ -38,8 +38,7 @@ def run(task, processes, devices, folder, worker=process_worker.__name__):
         "SHARDRULES_TEST_FOLDER": str(folder),
         "JAX_PLATFORMS": "cpu",
         # Most of the time goes into compiling the step, in each process; unoptimized, half of it.
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
-        "--xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
     }
     command = [sys.executable, "-m", worker, task]
     command += [f"--processes={processes}", f"--port={port}"]

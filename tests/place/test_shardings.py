@@ -78,12 +78,7 @@ def test_all_that_would_fail_is_listed_at_once(mesh):
         "fine": np.zeros((8, 8)),
         "none": np.zeros(2),
     }
-    rules = [
-        ("wk", P("fsdp", ("tp", "zz"))),
-        ("b", P("tp", "dp")),
-        ("c", P("tp", "tp")),
-        ("fine", P("fsdp", "tp")),
-    ]
+    rules = [("wk", P("fsdp", ("tp", "zz"))), ("b", P("tp", "dp")), ("c", P("tp", "tp")), ("fine", P("fsdp", "tp"))]
     with pytest.raises(ValueError, match="Partition rule not found for param: none") as caught:
         sr.named_shardings(tree, sr.Rules(rules, correction=ERROR), mesh)
     message = str(caught.value)
@@ -119,9 +114,7 @@ def test_a_spec_of_the_wrong_type(mesh, spec):
 def test_a_mesh_of_zero_devices():
     with pytest.raises(ValueError, match=r"a mesh without devices: its axes are tp=0"):
         sr.named_shardings({"w": np.zeros(4)}, [("w", "tp")], Mesh(np.empty((0,)), ("tp",)))
-    with pytest.raises(
-        ValueError, match="its axes are none, as of JAX's mesh where none is in force"
-    ):
+    with pytest.raises(ValueError, match="its axes are none, as of JAX's mesh where none is in force"):
         sr.named_shardings({"w": np.zeros(4)}, [("w", "tp")], Mesh(np.empty(()), ()))
 
 
@@ -168,9 +161,7 @@ def test_a_tree_of_specs():
     assert placed == {"b": [P(None, "fsdp"), None]}
 
 
-@pytest.mark.parametrize(
-    "door", [sr.named_shardings, sr.shard, sr.plan, sr.with_sharding_constraint]
-)
+@pytest.mark.parametrize("door", [sr.named_shardings, sr.shard, sr.plan, sr.with_sharding_constraint])
 def test_rules_have_their_own_correction(door):
     """A keyword beside them would say it a second time."""
     pairs, tree, mesh = [("", "tp")], {"w": np.ones(8)}, {"tp": 2}

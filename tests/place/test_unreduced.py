@@ -58,8 +58,7 @@ def test_unreduced_arrays_are_not_placed(mesh, door):
 
 
 @pytest.mark.skipif(
-    (0, 8) <= jax.__version_info__ < (0, 12),
-    reason="JAX 0.10 takes them outside jit, and no error ends it",
+    (0, 8) <= jax.__version_info__ < (0, 12), reason="JAX 0.10 takes them outside jit, and no error ends it"
 )
 @pytest.mark.parametrize("make", [np.asarray, jax.numpy.asarray], ids=["numpy", "jax"])
 def test_constraints_outside_jit_ended_in_a_bare_error_of_jax(mesh, make):

@@ -6,11 +6,7 @@ import pytest
 
 from shardrules._plan.answers import Column, Table, elided
 
-COLUMNS = [
-    Column("path", is_elided=True),
-    Column("leaves", is_right=True, is_optional=True),
-    Column("spec"),
-]
+COLUMNS = [Column("path", is_elided=True), Column("leaves", is_right=True, is_optional=True), Column("spec")]
 LONG = "model/layers/{0..2}/attention/query/kernel"
 TABLE = Table(COLUMNS, [("a", "1,024", "P('tp')"), (LONG, "3", "P()")])
 

@@ -165,10 +165,7 @@ class TestWhereTheyDiffer:
             assert plan.bytes_per_device().max == 2 * argument_bytes(plan.abstract())
 
     def test_numbers_of_python(self):
-        assert (
-            sr.plan({"step": 3, "none": np.zeros(0)}, [("", ())], mesh_of(8)).bytes_per_device().max
-            == 0
-        )
+        assert sr.plan({"step": 3, "none": np.zeros(0)}, [("", ())], mesh_of(8)).bytes_per_device().max == 0
         assert argument_bytes({"step": 3}) == 4
 
     def test_arguments_that_the_program_does_not_use(self):

@@ -59,9 +59,7 @@ def test_nothing_to_say():
 def test_the_example_of_a_rule_matches_the_leaves(paths):
     plan = sr.plan({path: array(2) for path in paths}, [], MESH)
     one = only(plan.check(), "unmatched")
-    written = re.fullmatch(
-        r"add rules for them, such as \((.*), P\(\.\.\.\)\); or replicate .*", one.fix, re.S
-    )[1]
+    written = re.fullmatch(r"add rules for them, such as \((.*), P\(\.\.\.\)\); or replicate .*", one.fix, re.S)[1]
     pattern = ast.literal_eval(written)
     (first,) = [folded for folded in plan.folded if folded.pattern == one.paths[0]]
     assert all(re.fullmatch(pattern, plan.paths[row]) for row in first.rows)
@@ -70,9 +68,7 @@ def test_the_example_of_a_rule_matches_the_leaves(paths):
 def test_the_error_of_specs_has_what_is_unmatched_and_what_does_not_fit():
     rules = [("w", sr.RuleSpec(("fsdp", "tp"), sr.Correction(indivisible="error")))]
     plan = sr.plan({"w": array(8, 6), "x": array(2)}, rules, MESH)
-    with pytest.raises(
-        ValueError, match=r"^1 leaf cannot be sharded (?s:.*)\nerror\[unmatched\]: no rule"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"^1 leaf cannot be sharded (?s:.*)\nerror\[unmatched\]: no rule") as caught:
         plan.specs()
     assert "    w  shape (8, 6)  rule 0: 'w' -> P('fsdp', 'tp')\n" in str(caught.value)
     assert "dim 1 of size 6 is not divisible by tp=4: use fewer axes" in str(caught.value)
@@ -104,18 +100,14 @@ class TestDeclared:
     )
 
     @pytest.mark.parametrize(
-        "dialect",
-        [sr.dialects.EFORMER, sr.dialects.KEYSTR, sr.dialects.KERAS],
-        ids=lambda d: d.name,
+        "dialect", [sr.dialects.EFORMER, sr.dialects.KEYSTR, sr.dialects.KERAS], ids=lambda d: d.name
     )
     @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
     def test_declared_patterns_are_searched_in_the_paths_of_any_dialect(self, dialect, pattern):
         tree = {"x": {"y": LARGE, "x y": [LARGE] * 2}, "z": {"xx": LARGE, "aa.b": LARGE}}
         plan = sr.plan(tree, sr.Rules([(".*", ())], dialect), MESH)
         found = plan.check(replicated=[pattern])
-        told = {
-            path for one in found if one.kind in ("catch-all", "replicated") for path in one.paths
-        }
+        told = {path for one in found if one.kind in ("catch-all", "replicated") for path in one.paths}
         left = [path for path in plan.paths if not re.search(pattern, path)]
         assert told == {one.pattern for one in fold(left, np.zeros(len(left), np.int32))}
 
@@ -134,17 +126,13 @@ def test_the_advised_correction_keeps_what_is_said(size, policy, parts):
     assert kind.device_bytes * parts == kind.bytes
 
 
-@pytest.mark.parametrize(
-    ("heads", "unit", "parts"), [(4, 1, 4), (2, 128, 2), (6, 1, 2), (12, 64, 4)]
-)
+@pytest.mark.parametrize(("heads", "unit", "parts"), [(4, 1, 4), (2, 128, 2), (6, 1, 2), (12, 64, 4)])
 def test_who_follows_the_advice_shares_heads_on_purpose(heads, unit, parts):
     spec = sr.RuleSpec((None, "tp"), units=(None, unit))
     tree, mesh = {"w": array(64, heads * unit)}, {"kv": parts, "rep": 8 // parts}
     fix = only(findings(tree, [("w", spec)], {"tp": 8}, large=1), "correction").fix
     axes = {"tp": ("kv", "rep")}
-    advised = (
-        f"put kv={parts}, rep={8 // parts} in the mesh in place of tp=8: rules.with_axes({axes})"
-    )
+    advised = f"put kv={parts}, rep={8 // parts} in the mesh in place of tp=8: rules.with_axes({axes})"
     assert f"{advised} and Correction(indivisible='prefix')" in fix
     correction = sr.Correction(indivisible="prefix")
     rules = sr.Rules(sr.Rules([("w", spec)]).with_axes(axes), correction=correction)
@@ -166,13 +154,9 @@ def test_an_absent_axis_takes_those_beside_it():
         "rules 0, 1: the mesh has no axis 'sp', so 'fsdp' beside it is dropped too; costs 7.34 MB on each device"
     )
     assert (with_it.rule, with_it.leaves) == (None, 2)
-    assert (
-        without.message == "rule 2 'x' -> P('tp', 'sp'): the mesh has no axis 'sp'; costs nothing"
-    )
+    assert without.message == "rule 2 'x' -> P('tp', 'sp'): the mesh has no axis 'sp'; costs nothing"
     assert (without.rule, without.bytes, without.level) == (2, 0, "info")
-    dropping = sr.Rules(
-        rules, correction=LibraryCorrection(absent="drop_axis"), optional_axes=["sp"]
-    )
+    dropping = sr.Rules(rules, correction=LibraryCorrection(absent="drop_axis"), optional_axes=["sp"])
     alone = sr.plan(tree, dropping, MESH).check()
     assert [one.bytes for one in of_kind(alone, "correction")] == [0]
     assert [one.bytes for one in of_kind(findings(tree, rules), "unknown-axis")] == [0]
@@ -190,10 +174,7 @@ class TestUnknownAxis:
         for refused in (plan.specs, plan.shardings, plan.abstract):
             with pytest.raises(ValueError, match=told):
                 refused()
-        for right in (
-            [("w", ("fsdp", "tp"))],
-            [("w", sr.RuleSpec("fdsp", optional_axes=["fdsp"]))],
-        ):
+        for right in ([("w", ("fsdp", "tp"))], [("w", sr.RuleSpec("fdsp", optional_axes=["fdsp"]))]):
             sr.plan({"w": WHOLE}, right, self.LLAMA).shardings()
         # As eformer drops the axis.
         dropping = sr.Rules(rules, correction=LibraryCorrection(absent="drop"))
@@ -257,16 +238,11 @@ class TestCompanion:
         one = only(plan.check(), "companion")
         assert (one.level, one.paths, one.leaves) == ("warning", ("layers/wo",), 1)
         assert one.bytes == plan.kind("layers/wo").device_bytes
-        assert (
-            "should follow a rule for 'layers/0/wo' and the like, but none meets that"
-            in one.message
-        )
+        assert "should follow a rule for 'layers/0/wo' and the like, but none meets that" in one.message
         assert "what decides is rule 0, as if there were no companion" in one.message
         assert "add a rule that matches 'layers/0/wo'" in one.fix
         told = str(plan.explain("layers/wo"))
-        assert (
-            "companion      '(^|[./])layers([./]|$)' finds it; but no rule meets its base" in told
-        )
+        assert "companion      '(^|[./])layers([./]|$)' finds it; but no rule meets its base" in told
         assert "layers/0/wo, so its own counts" in told
         told = str(plan.explain("layers/wq"))
         assert "companion      '(^|[./])layers([./]|$)' finds it\n" in told
@@ -319,18 +295,13 @@ def test_the_worst_first():
     assert [one.level for one in found.at_least("error")] == ["error"] * order.count(0)
     assert len(found.at_least("warning")) == order.count(0) + order.count(1)
     assert found.at_least("info") == found
-    assert (
-        found.summary
-        == f"{order.count(0)} errors, {order.count(1)} warnings, {order.count(2)} info"
-    )
+    assert found.summary == f"{order.count(0)} errors, {order.count(1)} warnings, {order.count(2)} info"
 
 
 def test_choices_that_do_not_exist():
     with pytest.raises(ValueError, match="a kind of finding is 'silly'; it must be one of '"):
         everything(levels={"silly": "off"})
-    with pytest.raises(
-        ValueError, match="the level of 'dead' is 'fatal'; it must be one of 'error'"
-    ):
+    with pytest.raises(ValueError, match="the level of 'dead' is 'fatal'; it must be one of 'error'"):
         everything(levels={"dead": "fatal"})
     with pytest.raises(re.error, match=r"^replicated\[1\]: missing \), unterminated subpattern"):
         everything(replicated=["x", "("])
@@ -339,9 +310,7 @@ def test_choices_that_do_not_exist():
 def test_json():
     found = everything()
     listed = json.loads(found.to_json())["findings"]
-    assert [sr.types.Finding(**{**one, "paths": tuple(one["paths"])}) for one in listed] == list(
-        found
-    )
+    assert [sr.types.Finding(**{**one, "paths": tuple(one["paths"])}) for one in listed] == list(found)
     assert json.loads(findings({"w": LARGE}, SHARDED).to_json()) == {
         "version": 1,
         "scope": "1 leaf, 1 rule, on fsdp=8,tp=4",
@@ -374,9 +343,7 @@ def test_github():
             f",title=shardrules {one.kind}::{toolkit_data(told)}"
         )
     assert r"%25\u000d\u000aof: a, b::" in lines[0]
-    assert found.to_github().startswith(
-        "::error title=shardrules unmatched::no rule matches 8 leaves of 8%0A"
-    )
+    assert found.to_github().startswith("::error title=shardrules unmatched::no rule matches 8 leaves of 8%0A")
 
 
 def test_github_annotations_stand_at_the_line_of_the_rule():
@@ -393,14 +360,7 @@ def test_github_annotations_stand_at_the_line_of_the_rule():
 def test_many_paths_are_cut_short():
     (one, *_) = findings({f"{c}/x": array(8) for c in "abcdefg"}, [])
     lines = str(one).split("\n")
-    assert [line.strip() for line in lines[1:-1]] == [
-        "a/x",
-        "b/x",
-        "c/x",
-        "d/x",
-        "e/x",
-        "... and 2 more patterns",
-    ]
+    assert [line.strip() for line in lines[1:-1]] == ["a/x", "b/x", "c/x", "d/x", "e/x", "... and 2 more patterns"]
 
 
 EASYDEL_V3 = "easydel__deepseek_v3-DeepseekV3Config-v0.2.0"
@@ -474,11 +434,7 @@ def refused_by_jax(spec, mesh, rank):
         P(("explicit", "nope")),
         P("auto", None, "explicit"),
         P("auto", None, None),
-        *(
-            P("auto", **{kind: {axis}})
-            for kind in ("unreduced", "reduced")
-            for axis in ("explicit", "nope")
-        ),
+        *(P("auto", **{kind: {axis}}) for kind in ("unreduced", "reduced") for axis in ("explicit", "nope")),
         *(P(None, **{kind: {"auto"}}) for kind in ("unreduced", "reduced")),
     ],
     ids=str,
@@ -487,9 +443,7 @@ def test_what_jax_refuses_to_place_is_a_misfit(spec):
     types = jax.sharding.AxisType
     if len(spec) == 3 and jax.__version_info__ < (0, 8):
         pytest.skip("JAX 0.7 takes specs that are longer than the rank")
-    mesh = jax.sharding.AbstractMesh(
-        (2, 2), ("auto", "explicit"), axis_types=(types.Auto, types.Explicit)
-    )
+    mesh = jax.sharding.AbstractMesh((2, 2), ("auto", "explicit"), axis_types=(types.Auto, types.Explicit))
     kept = LibraryCorrection(absent="keep", rank="keep", pad=False)
     plan = sr.plan({"w": array(8, 8)}, sr.Rules([("w", spec)], correction=kept), mesh)
     found = [one for one in plan.check() if one.kind == "misfit"]
@@ -561,10 +515,7 @@ def test_what_is_lost_is_data_beside_its_words():
 
 def test_the_kinds_of_status():
     exact = sr.Correction(indivisible="error")
-    rules = sr.Rules(
-        [("^a", P("tp")), ("[b]", P("tp")), ("b|c", P())],
-        replace(sr.dialects.KERAS, correction=exact),
-    )
+    rules = sr.Rules([("^a", P("tp")), ("[b]", P("tp")), ("b|c", P())], replace(sr.dialects.KERAS, correction=exact))
     tree = {name: array(6) for name in ("a", "b", "c", "d")}
     plan = sr.plan(tree, rules, MESH)
     assert {path: plan.kind(path).status for path in tree} == {
@@ -576,9 +527,7 @@ def test_the_kinds_of_status():
     assert sr.plan(tree, [("a", None)], MESH).kind("d").status == "unmatched"
 
 
-@pytest.mark.parametrize(
-    "dialect", [sr.dialects.KEYSTR, sr.dialects.KERAS, sr.dialects.NNX, sr.dialects.EASYLM]
-)
+@pytest.mark.parametrize("dialect", [sr.dialects.KEYSTR, sr.dialects.KERAS, sr.dialects.NNX, sr.dialects.EASYLM])
 def test_the_example_of_a_rule_is_in_the_dialect_of_the_others(dialect):
     tree = {"w": LARGE, "x": [{"value": array(8, 2)}] * 3}
     rules = sr.Rules([("w|.*w'.*", P("fsdp", "tp"))], replace(dialect, unmatched="error"))
@@ -599,14 +548,9 @@ def test_a_sharding_that_jax_refuses_was_at_most_a_warning():
     tree, specs, mesh = {"k": array(2, 64)}, {"k": P("tp", "fsdp")}, {"fsdp": 2, "tp": 4}
     (found,) = [one for one in sr.plan(tree, specs, mesh).check() if one.level == "error"]
     assert found.kind == "misfit"
-    assert (
-        "the tree's spec P('tp', 'fsdp'): dim 0 of size 2 is not divisible by tp=4" in found.message
-    )
+    assert "the tree's spec P('tp', 'fsdp'): dim 0 of size 2 is not divisible by tp=4" in found.message
     assert sr.plan(tree, specs, mesh).specs() == {"k": P(None, "fsdp")}
-    for plan in (
-        sr.plan(tree, specs, mesh, correction=sr.Correction()),
-        sr.plan(tree, [("k", ("tp", "fsdp"))], mesh),
-    ):
+    for plan in (sr.plan(tree, specs, mesh, correction=sr.Correction()), sr.plan(tree, [("k", ("tp", "fsdp"))], mesh)):
         assert not plan.check().at_least("error")
 
 

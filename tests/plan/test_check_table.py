@@ -356,20 +356,14 @@ TABLE = {
     "correction": CORRECTION, "unknown-axis": UNKNOWN_AXIS, "uncut": UNCUT, "half-head": HALF_HEAD, "nnx-value": NNX_VALUE,
     "dead": DEAD, "shadowed": SHADOWED, "unused-axis": UNUSED_AXIS, "companion": COMPANION,
 }  # fmt: skip
-ROWS = [
-    pytest.param(kind, row, id=f"{kind}: {row.what}")
-    for kind, rows in TABLE.items()
-    for row in rows
-]
+ROWS = [pytest.param(kind, row, id=f"{kind}: {row.what}") for kind, rows in TABLE.items() for row in rows]
 
 
 @pytest.mark.parametrize(("kind", "row"), ROWS)
 def test_findings_are_those_of_the_table(kind, row):
     findings = sr.plan(row.tree, row.rules, row.mesh, **row.of_plan).check(**row.options)
     found = [finding for finding in findings if finding.kind == kind]
-    expected = (
-        row.finds if isinstance(row.finds, list) else [] if row.finds is None else [row.finds]
-    )
+    expected = row.finds if isinstance(row.finds, list) else [] if row.finds is None else [row.finds]
     assert len(found) == len(expected), found
     for finding, fields in zip(found, expected, strict=True):
         parts = {"says": finding.message, "advises": finding.fix}

@@ -22,12 +22,7 @@ from tests.support.slow import some
 optax = pytest.importorskip("optax")
 
 SIZES = {"dp": 2, "fsdp": 4, "tp": 2}
-RULES = [
-    ("embed", P("tp", "fsdp")),
-    ("experts", P(None, "fsdp", "tp")),
-    ("kernel", P("fsdp", "tp")),
-    ("bias", P("tp")),
-]
+RULES = [("embed", P("tp", "fsdp")), ("experts", P(None, "fsdp", "tp")), ("kernel", P("fsdp", "tp")), ("bias", P("tp"))]
 
 
 def abstract(*shape, dtype="float32"):
@@ -205,8 +200,7 @@ def test_nnx_optimizer():
 
 
 @pytest.mark.parametrize(
-    ("name", "zero1"),
-    some(itertools.product(["adam", "adafactor", "multi_transform"], [None, "dp", "tp"]), 4),
+    ("name", "zero1"), some(itertools.product(["adam", "adafactor", "multi_transform"], [None, "dp", "tp"]), 4)
 )
 def test_it_runs(mesh, name, zero1):
     make = {"adafactor": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=16)}
@@ -381,15 +375,10 @@ def test_keystr_paths():
     tx = optax.scale_by_factored_rms(min_dim_size_to_factor=16)
     derived = plan.for_optimizer(jax.eval_shape(tx.init, tree))
     assert {s for s in derived.sources if s in plan.paths} == set(plan.paths)
-    assert {derived.specs().v_row["a"]["kernel"], derived.specs().v_col["a"]["kernel"]} == {
-        P("fsdp"),
-        P("tp"),
-    }
+    assert {derived.specs().v_row["a"]["kernel"], derived.specs().v_col["a"]["kernel"]} == {P("fsdp"), P("tp")}
 
 
-@pytest.mark.parametrize(
-    "dialect", [sr.dialects.EFORMER, replace(sr.dialects.KEYSTR, correction=sr.Correction())]
-)
+@pytest.mark.parametrize("dialect", [sr.dialects.EFORMER, replace(sr.dialects.KEYSTR, correction=sr.Correction())])
 @pytest.mark.parametrize("name", ["adamw", "momentum", "multi_transform"])
 def test_a_state_of_params_follows_a_plan_of_variables(name, dialect):
     """flax's init gives {"params": params}, and optimizers are given params alone."""
@@ -444,10 +433,7 @@ def test_what_is_not_known_is_told():
 def test_ambiguous_without_a_name():
     """A square kernel's moment that is no v_row or v_col could lack either dimension."""
     plan = plan_of()
-    state = {
-        "m": {"layers": [{"kernel": abstract(32)}]},
-        "k": {"layers": [{}, {"kernel": abstract(48)}]},
-    }
+    state = {"m": {"layers": [{"kernel": abstract(32)}]}, "k": {"layers": [{}, {"kernel": abstract(48)}]}}
     derived = plan.for_optimizer(state)
     assert "no known relation" in derived.kind("m/layers/0/kernel").origin
     assert derived.kind("k/layers/1/kernel").spec == P("tp")
@@ -459,9 +445,7 @@ def test_losses_and_problems_are_the_parameters():
     mine, theirs = derived.kind("mu/odd/kernel"), plan.kind("odd/kernel")
     assert mine.losses == theirs.losses != ()
     half = plan.for_optimizer({"mu": {"odd": {"kernel": abstract(7, 16, dtype="bfloat16")}}})
-    assert half.kind("mu/odd/kernel").losses == tuple(
-        loss._replace(bytes=loss.bytes // 2) for loss in theirs.losses
-    )
+    assert half.kind("mu/odd/kernel").losses == tuple(loss._replace(bytes=loss.bytes // 2) for loss in theirs.losses)
     unmatched = sr.plan({"x": abstract(4)}, RULES, SIZES).for_optimizer({"mu": {"x": abstract(4)}})
     assert unmatched.kind("mu/x").status == "unmatched"
 
@@ -512,10 +496,7 @@ def test_maxtext_stacks(model):
     tree, rules = maxtext(f"maxtext-{model}-scanned")
     _, per_layer = maxtext(f"maxtext-{model}-unscanned")
     # The rules cut what they call "layers" by the pipeline's axis, and no other stack.
-    stack = [
-        sr.stacked(f"decoder/{at}", f"decoder/{at}_*", axis=1, mesh_axis=by_stage[at])
-        for at in stacks
-    ]
+    stack = [sr.stacked(f"decoder/{at}", f"decoder/{at}_*", axis=1, mesh_axis=by_stage[at]) for at in stacks]
     alone = LibraryCorrection(absent="drop_axis")
     ours = sr.plan(tree, sr.Rules(per_layer, correction=alone), MAXTEXT_MESH, companions=stack)
     theirs = sr.plan(tree, sr.Rules(rules, correction=alone), MAXTEXT_MESH)
@@ -527,22 +508,15 @@ def test_stacks_with_units_corrections_and_truncation():
     rules = [("layers/0/exact", exact), ("layers/0/cut", ("fsdp", "tp", "dp")), (".*", None)]
     tree = {"layers": {"exact": abstract(4, 16, 24), "cut": abstract(4, 16, 16), "b": abstract(4)}}
     plan = sr.plan(tree, rules, SIZES, companions=[sr.stacked("layers", mesh_axis="dp")])
-    assert (
-        "dim 2 of size 24 is not divisible by tp=2 in multiples of 8"
-        in plan.kind("layers/exact").message
-    )
+    assert "dim 2 of size 24 is not divisible by tp=2 in multiples of 8" in plan.kind("layers/exact").message
     assert plan.kind("layers/cut").spec == ("dp", "fsdp", "tp")
     assert plan.kind("layers/b").spec == ("dp",)
-    wide = sr.plan(
-        {"layers": {"exact": abstract(4, 16, 32)}}, rules, SIZES, companions=[sr.stacked("layers")]
-    )
+    wide = sr.plan({"layers": {"exact": abstract(4, 16, 32)}}, rules, SIZES, companions=[sr.stacked("layers")])
     assert wide.kind("layers/exact").spec == (None, "fsdp", "tp")
     assert "dims (-, 0, 1)" in wide.kind("layers/exact").origin
 
 
-@pytest.mark.parametrize(
-    ("rank", "expected"), [("truncate", (None, "fsdp")), ("replicate", ()), ("error", None)]
-)
+@pytest.mark.parametrize(("rank", "expected"), [("truncate", (None, "fsdp")), ("replicate", ()), ("error", None)])
 def test_what_is_too_long_for_a_layer_is_too_long_for_its_stack(rank, expected):
     rules, correction = [("h/0/w", ("fsdp", "tp"))], sr.Correction(rank=rank)
     layer = sr.plan({"h": [{"w": abstract(8)}]}, sr.Rules(rules, correction=correction), SIZES)
@@ -606,9 +580,7 @@ FOLLOWING = {
 def test_leaves_follow_the_rule_of_a_base(case):
     tree, rules, companions, expected = FOLLOWING[case]
     plan = sr.plan(tree, rules, SIZES, companions=companions)
-    assert {
-        path: (P(*plan.kind(path).spec), plan.explain(path).source) for path in expected
-    } == expected
+    assert {path: (P(*plan.kind(path).spec), plan.explain(path).source) for path in expected} == expected
 
 
 def test_a_stack_below_itself_has_no_rule():
@@ -704,9 +676,7 @@ def test_qwixs_lora_on_stacks(weight, a, b, of_a, of_b):
     """The weight of a layer is not in the tree, but its stack says which shape it has."""
     stack = {"w": abstract(5, *weight), "w_lora_a": abstract(5, *a), "w_lora_b": abstract(5, *b)}
     mesh = {"x": 2, "y": 2, "z": 2}
-    plan = sr.plan(
-        {"h": stack}, [("h/0/w$", P("x", "y", "z"))], mesh, companions=[sr.stacked("h"), *sr.LORA]
-    )
+    plan = sr.plan({"h": stack}, [("h/0/w$", P("x", "y", "z"))], mesh, companions=[sr.stacked("h"), *sr.LORA])
     specs = plan.specs()["h"]
     assert (specs["w_lora_a"], specs["w_lora_b"]) == (P(None, *of_a), P(None, *of_b))
 
@@ -720,9 +690,7 @@ def test_nnx_lora_on_stacked_layers():
         return nnx.LoRALinear(32, 64, lora_rank=2, rngs=rngs)
 
     tree = {"layers": nnx.state(layers(nnx.Rngs(0)))}
-    rules = sr.Rules(
-        [(r"layers/\d+/kernel$", P("fsdp", "tp")), ("bias", P(None, "tp"))], sr.dialects.NNX
-    )
+    rules = sr.Rules([(r"layers/\d+/kernel$", P("fsdp", "tp")), ("bias", P(None, "tp"))], sr.dialects.NNX)
     plan = sr.plan(tree, rules, SIZES, companions=[sr.stacked("layers"), *sr.LORA])
     assert plan.kind("layers/lora/lora_a").spec == P(None, "fsdp", None)
     assert plan.kind("layers/lora/lora_b").spec == P(None, None, "tp")
@@ -771,11 +739,7 @@ def test_other_rules_leave_companions_out():
     tree, other = {"layers": {"w": abstract(4, 8, 8)}}, [("w", P(None, "tp"))]
     rules = [("layers/0/w", P("fsdp", "tp"))]
     plan = sr.plan(tree, rules, SIZES, companions=[sr.stacked("layers")]).with_rules(other)
-    assert (
-        plan.specs()
-        == sr.plan(tree, other, SIZES).specs()
-        == {"layers": {"w": P(None, "tp", None)}}
-    )
+    assert plan.specs() == sr.plan(tree, other, SIZES).specs() == {"layers": {"w": P(None, "tp", None)}}
 
 
 def test_optimizer_states_of_companions():
@@ -870,12 +834,5 @@ def test_rules_of_parameters_were_dead_for_a_state():
     low = {"mu": {"a": {"kernel": jax.ShapeDtypeStruct((8192, 64), "float32")}}}
     assert not [one for one in plan.for_optimizer(low).check() if one.kind == "dead"]
     assert not [one for one in plan.for_gradients().check() if one.kind == "dead"]
-    logical = sr.plan(
-        {"w": leaf},
-        sr.LogicalRules([("x", "tp"), ("y", None)]),
-        {"tp": 2},
-        names={"w": ("x", "x2")},
-    )
-    assert not [
-        one for one in logical.for_optimizer({"mu": {"w": leaf}}).check() if one.kind == "dead"
-    ]
+    logical = sr.plan({"w": leaf}, sr.LogicalRules([("x", "tp"), ("y", None)]), {"tp": 2}, names={"w": ("x", "x2")})
+    assert not [one for one in logical.for_optimizer({"mu": {"w": leaf}}).check() if one.kind == "dead"]

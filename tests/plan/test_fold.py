@@ -77,10 +77,7 @@ def test_any_paths(pairs):
     check_lossless([path for path, _ in pairs], [group for _, group in pairs])
 
 
-@given(
-    st.sets(st.tuples(*[st.integers(0, 3)] * 3), max_size=64),
-    st.integers(1, 3),
-)
+@given(st.sets(st.tuples(*[st.integers(0, 3)] * 3), max_size=64), st.integers(1, 3))
 def test_sets_of_numbers_that_are_no_product(numbers, groups):
     numbers = sorted(numbers)
     paths = [f"a/{i}/b{j}/{k}" for i, j, k in numbers]
@@ -93,9 +90,7 @@ def patterns_of(paths):
 
 
 def test_products_of_numbers_are_one_pattern():
-    assert patterns_of([f"l/{i}/e/{j}/w" for i in range(3, 61) for j in range(256)]) == [
-        "l/{3..60}/e/{0..255}/w"
-    ]
+    assert patterns_of([f"l/{i}/e/{j}/w" for i in range(3, 61) for j in range(256)]) == ["l/{3..60}/e/{0..255}/w"]
     assert patterns_of([f"{i}" for i in (0, 1, 3, 4, 5, 9)]) == ["{0,1,3..5,9}"]
     assert patterns_of(["w7", "w7"]) == ["w7"]
 
@@ -115,9 +110,7 @@ def test_a_path_with_many_numbers(count):
     assert len(patterns) == (1 if count < 16 else 3)
 
 
-@pytest.mark.parametrize(
-    "number", [lambda i, j: i == j, lambda i, j: i < j, lambda i, j: i * j % 7]
-)
+@pytest.mark.parametrize("number", [lambda i, j: i == j, lambda i, j: i < j, lambda i, j: i * j % 7])
 def test_300_leaves_of_300_numbers(number):
     """They took minutes: for each number all other columns were sorted, and now of 16 columns."""
     paths = ["".join(f"/{int(number(i, j))}" for j in range(300)) for i in range(300)]
@@ -187,9 +180,7 @@ def test_a_subclass_of_str_is_a_path():
     assert templates([Name("a/1")])[0] == ["a/\0#"]
 
 
-@pytest.mark.parametrize(
-    "pattern", ["{", "}", "a{b}", "{1", "1}", "{}", "{,1}", "}{", "{{}", "{-1}", "{１}"]
-)
+@pytest.mark.parametrize("pattern", ["{", "}", "a{b}", "{1", "1}", "{}", "{,1}", "}{", "{{}", "{-1}", "{１}"])
 def test_braces_that_make_no_sense(pattern):
     with pytest.raises(ValueError, match="braces make no sense from character"):
         list(parts_of(pattern))
@@ -200,9 +191,7 @@ def test_real_models_fold_without_loss(model):
     manifest = corpus.manifest(model)
     tree = manifest.flat(lambda p: {"shape": p.shape, "dtype": p.dtype})
     kinds = {}
-    groups = [
-        kinds.setdefault((p["shape"], p["dtype"]), len(kinds)) for p in map(dict, tree.values())
-    ]
+    groups = [kinds.setdefault((p["shape"], p["dtype"]), len(kinds)) for p in map(dict, tree.values())]
     check_lossless(list(tree), [int(g) for g in groups])
 
 

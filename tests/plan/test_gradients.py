@@ -47,9 +47,7 @@ def test_they_are_those_of_jax():
 def test_their_dtype(dtype):
     found = sr.plan(params(), RULES, SIZES).for_gradients(dtype)
     names = {str(kind.dtype) for kind in found.kinds}
-    expected = (
-        {"BF16": "bfloat16", "float32": "float32"}.get(dtype) if isinstance(dtype, str) else dtype
-    )
+    expected = {"BF16": "bfloat16", "float32": "float32"}.get(dtype) if isinstance(dtype, str) else dtype
     own = {"bfloat16", "float32", "complex64"}
     assert names == (own if dtype is None else {str(np.dtype(expected))})
     assert jax.tree.leaves(found.abstract())[0].shape == (8,)
@@ -115,9 +113,7 @@ def test_another_mesh_and_logical_rules():
     plan = sr.plan(params(), RULES, SIZES)
     other = plan.for_gradients("float32").on_mesh({"fsdp": 2, "tp": 4})
     assert other.axis_sizes == {"fsdp": 2, "tp": 4}
-    assert sum(shard_bytes(other)) == sum(
-        shard_bytes(plan.on_mesh({"fsdp": 2, "tp": 4}).for_gradients("float32"))
-    )
+    assert sum(shard_bytes(other)) == sum(shard_bytes(plan.on_mesh({"fsdp": 2, "tp": 4}).for_gradients("float32")))
     rules = sr.LogicalRules([("embed", "fsdp"), ("mlp", "tp")])
     named = sr.plan({"w": array(8, 8)}, rules, SIZES, names={"w": ("embed", "mlp")})
     assert named.for_gradients("bfloat16").specs() == named.specs()
@@ -182,28 +178,17 @@ class TestExplicit:
             whole = jax.jit(lambda t, b: jax.tree.map(jax.reshard, accumulated(t, b), plan.specs()))
             total = whole(tree, batches)
         # The same, undivided, by hand: all are ones.
-        expected = {
-            "up": np.full((16, 8), 24 * 16.0),
-            "down": np.full((8, 16), 24 * 16.0),
-            "cut": np.full(8, 3.0),
-        }
+        expected = {"up": np.full((16, 8), 24 * 16.0), "down": np.full((8, 16), 24 * 16.0), "cut": np.full(8, 3.0)}
         jax.tree.map(np.testing.assert_allclose, total, expected)
 
     def test_the_specs_of_cotangents(self, mesh):
-        for tags in (
-            {"reduced": {"data"}},
-            {"unreduced": {"data"}},
-            {"unreduced": {"data"}, "reduced": {"tp"}},
-        ):
+        for tags in ({"reduced": {"data"}}, {"unreduced": {"data"}}, {"unreduced": {"data"}, "reduced": {"tp"}}):
             spec = P(None, None, **tags)
             plan = sr.plan({"w": array(8, 8)}, [("w", spec)], mesh)
             (found,) = plan.for_gradients().specs().values()
             assert (found.unreduced, found.reduced) == (spec.reduced, spec.unreduced)
             assert found == plan.specs()["w"].to_ct_spec()
-            assert (
-                f"a gradient, {'un' if spec.reduced else ''}reduced="
-                in plan.for_gradients().kind("w").origin
-            )
+            assert f"a gradient, {'un' if spec.reduced else ''}reduced=" in plan.for_gradients().kind("w").origin
 
     def test_they_can_be_locked(self, mesh):
         plan = sr.plan(TREE, [(".*", P(reduced={"data"}))], mesh).for_gradients("float32")

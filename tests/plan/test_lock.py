@@ -73,9 +73,7 @@ def test_real_models(model):
 
 
 TREE = {
-    "layers": [
-        {"wq": array(16, 8), "wk": array(16, 2, dtype="bfloat16"), "b": array(7)} for _ in range(3)
-    ],
+    "layers": [{"wq": array(16, 8), "wk": array(16, 2, dtype="bfloat16"), "b": array(7)} for _ in range(3)],
     "step": array(dtype="int32"),
     "name": "no array",
 }
@@ -97,26 +95,17 @@ def test_dialects(dialect, rules):
     plan = sr.plan(TREE, sr.Rules(rules, dialect), MESH)
     back = check_round_trip(plan)
     assert [pattern for pattern, _ in back.rules] == [pattern for pattern, _ in plan.rules]
-    assert [back.explain(p).kind.rule for p in plan.paths] == [
-        plan.explain(p).kind.rule for p in plan.paths
-    ]
+    assert [back.explain(p).kind.rule for p in plan.paths] == [plan.explain(p).kind.rule for p in plan.paths]
     assert back.coverage.dead == plan.coverage.dead
     assert back.coverage.matched == plan.coverage.matched
 
 
 def test_corrections_units_and_flags():
     rules = [
-        (
-            "wq",
-            sr.RuleSpec(
-                (None, "tp"), sr.Correction(indivisible="prefix", pad=False), units=(None, 4)
-            ),
-        ),
+        ("wq", sr.RuleSpec((None, "tp"), sr.Correction(indivisible="prefix", pad=False), units=(None, 4))),
         (
             re.compile("WK", re.I | re.X),
-            sr.RuleSpec(
-                ("fsdp", ("tp", "zz")), LibraryCorrection(absent="drop_axis"), optional_axes=["zz"]
-            ),
+            sr.RuleSpec(("fsdp", ("tp", "zz")), LibraryCorrection(absent="drop_axis"), optional_axes=["zz"]),
         ),
         (re.compile("(?s)b.?", re.A), P(P.UNCONSTRAINED)),
         (re.compile("never", re.M), "tp"),
@@ -162,9 +151,7 @@ def test_problems_are_locked_too():
     back = check_round_trip(plan)
     told = {(one.kind, one.leaves, one.paths) for one in plan.check() if one.level == "error"}
     assert {kind for kind, _, _ in told} == {"unmatched", "misfit"}
-    assert {
-        (one.kind, one.leaves, one.paths) for one in back.check() if one.level == "error"
-    } == told
+    assert {(one.kind, one.leaves, one.paths) for one in back.check() if one.level == "error"} == told
 
 
 TAGS = [{"unreduced": {"tp"}}, {"reduced": {"tp"}}, {"unreduced": {"tp"}, "reduced": {"sp"}}]
@@ -192,9 +179,7 @@ def test_the_kind_of_reduction_that_is_left():
         pytest.skip("this JAX has no kinds of reductions")
     summed, largest = (P("dp", unreduced={"tp"}, unreduced_kind=kinds[n]) for n in ("sum", "max"))
     plan = sr.plan({"w": array(4, 4)}, [("w", largest)], MESH)
-    assert check_round_trip(plan).specs()["w"] == P(
-        "dp", None, unreduced={"tp"}, unreduced_kind=kinds.max
-    )
+    assert check_round_trip(plan).specs()["w"] == P("dp", None, unreduced={"tp"}, unreduced_kind=kinds.max)
     other = sr.plan({"w": array(4, 4)}, [("w", summed)], MESH)
     assert "unreduced_kind" not in other.lock()
     assert other.fingerprint() != plan.fingerprint()
@@ -237,9 +222,7 @@ HOSTILE = ["{", "}", "{{0}}", "{0..9}", "a{1}b", '"', "'", "\\", "\\0", "\0", "\
 @given(st.dictionaries(st.lists(st.sampled_from([*HOSTILE, "0", "1", "2", "w"]), max_size=4).map("".join),
                        st.integers(1, 3), max_size=12))  # fmt: skip
 def test_any_names(sizes):
-    check_round_trip(
-        sr.plan({name: array(size) for name, size in sizes.items()}, [("[0w]", "tp")], {"tp": 2})
-    )
+    check_round_trip(sr.plan({name: array(size) for name, size in sizes.items()}, [("[0w]", "tp")], {"tp": 2}))
 
 
 def test_leaves_with_the_same_path_are_told_apart_by_nothing():
@@ -256,9 +239,7 @@ def test_files(tmp_path):
         assert sr.Plan.from_lock(given_as).fingerprint() == plan.fingerprint()
 
 
-@pytest.mark.parametrize(
-    "name", ["missing.lock", "", "\0", "x" * 5000, "\ud800", "[]", "null", "a directory"]
-)
+@pytest.mark.parametrize("name", ["missing.lock", "", "\0", "x" * 5000, "\ud800", "[]", "null", "a directory"])
 def test_files_that_cannot_be_read(tmp_path, name, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a directory").mkdir()
@@ -303,10 +284,7 @@ class TestFingerprint:
         assert self.of({"b": array(8), "wq": array(8, 8)}) == one
         assert self.of({"wq": np.ones((8, 8), "float32"), "b": np.zeros(8, "float32")}) == one
         assert self.of({"wq": array(8, 8), "b": array(8)}, [("never", None), *self.RULES]) == one
-        assert (
-            self.of({"wq": array(8, 8), "b": array(8)}, [("wq", P("fsdp", "tp")), ("", P("tp"))])
-            == one
-        )
+        assert self.of({"wq": array(8, 8), "b": array(8)}, [("wq", P("fsdp", "tp")), ("", P("tp"))]) == one
         assert re.fullmatch("[0-9a-f]{64}", one)
 
     def test_a_name_cannot_pass_for_another_leaf(self):
@@ -353,11 +331,7 @@ class TestDiff:
         diff = before.diff(after)
         assert diff
         found = {(c.path, c.leaves, c.before is None, c.after is None) for c in diff}
-        assert found == {
-            ("layers/{0..3}/wq", 4, False, False),
-            ("gone", 1, False, True),
-            ("new/{0,1}", 2, True, False),
-        }
+        assert found == {("layers/{0..3}/wq", 4, False, False), ("gone", 1, False, True), ("new/{0,1}", 2, True, False)}
         # Each wq has 8*8*4/8 = 32 bytes on a device before, and twice as many after.
         assert diff.bytes == (4 * 32 + 8 + 4, 4 * 64 + 4 + 2 * 12)
         lines = str(diff).splitlines()
@@ -428,9 +402,7 @@ class TestDiff:
 
     def test_a_change_says_whether_anything_moves(self):
         tree, mesh = {"w": array(8, 8)}, {"fsdp": 4, "sp": 1}
-        before, same, other = (
-            sr.plan(tree, [("w", spec)], mesh) for spec in ("fsdp", ("fsdp", "sp"), (None, "fsdp"))
-        )
+        before, same, other = (sr.plan(tree, [("w", spec)], mesh) for spec in ("fsdp", ("fsdp", "sp"), (None, "fsdp")))
         (change,) = before.diff(same)
         assert change.moves is False
         assert "(+0 B on each device; nothing moves)" in str(change)
@@ -482,9 +454,7 @@ class TestDiff:
         mesh = {"dp": 2, "fsdp": 8, "ep": 4, "tp": 4, "sp": 2}
         a, b = sr.plan(tree, old, mesh), sr.plan(tree, new, mesh)
         changed = {
-            a.paths[row]
-            for row in range(len(a))
-            if a.kinds[a.kind_of[row]].spec != b.kinds[b.kind_of[row]].spec
+            a.paths[row] for row in range(len(a)) if a.kinds[a.kind_of[row]].spec != b.kinds[b.kind_of[row]].spec
         }
         diff = a.diff(b)
         assert sum(change.leaves for change in diff) == len(changed) > 100
@@ -542,9 +512,7 @@ def removing(*keys):
     ],
 )
 def test_what_was_changed_by_hand(edit):
-    assert (
-        sr.Plan.from_lock(edited(lambda _: None)).lock() == LOCK
-    )  # in one line, as tools write it
+    assert sr.Plan.from_lock(edited(lambda _: None)).lock() == LOCK  # in one line, as tools write it
     with pytest.raises(sr.FileError, match="its digest is that of another lock: it was changed"):
         sr.Plan.from_lock(edited(edit))
 
@@ -552,9 +520,7 @@ def test_what_was_changed_by_hand(edit):
 @pytest.mark.parametrize(("number", "version"), [(1, "0.1"), (2, "0.3")])
 def test_a_lock_of_an_older_version_is_to_be_made_again(number, version):
     text = edited(setting("format", f"shardrules lock {number}"))
-    message = (
-        rf"lock {number}', of shardrules {version}, .*; make the lock again with Plan\.lock or"
-    )
+    message = rf"lock {number}', of shardrules {version}, .*; make the lock again with Plan\.lock or"
     with pytest.raises(sr.FileError, match=message) as caught:
         sr.Plan.from_lock(text)
     assert "\n" not in str(caught.value)
@@ -562,10 +528,7 @@ def test_a_lock_of_an_older_version_is_to_be_made_again(number, version):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        LOCK.replace('"mesh": {', '"mesh": {"tp": 1, ', 1),
-        LOCK.replace('"rules": [', '"rules": [], "rules": [', 1),
-    ],
+    [LOCK.replace('"mesh": {', '"mesh": {"tp": 1, ', 1), LOCK.replace('"rules": [', '"rules": [], "rules": [', 1)],
     ids=range(2),
 )
 def test_keys_that_are_there_twice(text):
@@ -664,10 +627,7 @@ def test_many_leaves_together():
         (setting("leaves", 1, 5), r"leaves\[1\]: it is 5 .*; write a table"),
         (setting("leaves", 1, "rule", 3), r"leaves\[1\]: there is no rule 3"),
         (setting("leaves", 1, "rule", -1), r"leaves\[1\]: there is no rule -1"),
-        (
-            setting("leaves", 1, "rule", True),
-            r"leaves\[1\]: rule is True .*; write the number of a rule",
-        ),
+        (setting("leaves", 1, "rule", True), r"leaves\[1\]: rule is True .*; write the number of a rule"),
         (setting("leaves", 1, "shape", "44"), "shape is '44' .*; write a list of sizes"),
         (setting("leaves", 1, "shape", [4, -4]), "is negative"),
         (setting("leaves", 1, "shape", [4, 2.0]), "not an integer"),
@@ -679,19 +639,13 @@ def test_many_leaves_together():
         (setting("leaves", 1, "spec", None), "a leaf has a spec, or a problem"),
         (setting("leaves", 1, "spec", [3]), r"leaves\[1\]: entry 0 of spec is 3"),
         (setting("leaves", 1, "spec", ["tp", "tp"]), r"leaves\[1\]: .* names an axis twice"),
-        (
-            setting("leaves", 1, "spec", [["tp", "dp", "tp"]]),
-            r"leaves\[1\]: .* names an axis twice",
-        ),
+        (setting("leaves", 1, "spec", [["tp", "dp", "tp"]]), r"leaves\[1\]: .* names an axis twice"),
         (setting("leaves", 1, "path", 3), "path is 3 .*; write a text"),
         (setting("leaves", 1, "path", "{3..1}"), "no numbers are 3..1"),
         (setting("leaves", 1, "path", "{1..2..3}"), "leaves"),
         (setting("leaves", 1, "path", "{1..2"), "braces make no sense"),
         (setting("leaves", 1, "color", "red"), r"leaves\[1\]: key 'color' is unknown"),
-        (
-            setting("leaves", 1, "path", "layers/{0,1}/b"),
-            "two of its patterns stand for the same path",
-        ),
+        (setting("leaves", 1, "path", "layers/{0,1}/b"), "two of its patterns stand for the same path"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -34,12 +34,7 @@ ARRAYS = {
     "wq": ((64, 8, 16), ("embed", "heads", "kv")),
     "odd": ((6, 64), ("heads", "kv")),
 }
-SPECS = {
-    "wte": P("tp", "fsdp"),
-    "wi": P("fsdp", "tp"),
-    "wq": P("fsdp", "tp", None),
-    "odd": P("fsdp", None),
-}
+SPECS = {"wte": P("tp", "fsdp"), "wi": P("fsdp", "tp"), "wq": P("fsdp", "tp", None), "odd": P("fsdp", None)}
 
 
 def array(shape, dtype="bfloat16"):
@@ -72,9 +67,7 @@ def kinds_of(findings):
 
 
 class TestWhereNamesComeFrom:
-    @pytest.mark.parametrize(
-        "box", [nn.LogicallyPartitioned, meta.Partitioned, flax_core_meta.Partitioned]
-    )
+    @pytest.mark.parametrize("box", [nn.LogicallyPartitioned, meta.Partitioned, flax_core_meta.Partitioned])
     def test_boxes_of_flax_and_ours(self, box):
         assert sr.plan(boxed(box), RULES, MESH).specs() == SPECS
 
@@ -87,9 +80,7 @@ class TestWhereNamesComeFrom:
         assert found == {"a": {"b": SPECS["wte"]}, **SPECS}
 
     def test_variables_of_nnx_hold_what_they_get(self):
-        spellings = dict(
-            zip(ARRAYS, ("out_sharding", "sharding", "sharding_names", "out_sharding"), strict=True)
-        )
+        spellings = dict(zip(ARRAYS, ("out_sharding", "sharding", "sharding_names", "out_sharding"), strict=True))
         state = {name: variable(name, **{spellings[name]: ARRAYS[name][1]}) for name in ARRAYS}
         plan = sr.plan(state, RULES, MESH)
         assert sorted(plan.paths) == sorted(ARRAYS)
@@ -111,9 +102,7 @@ class TestWhereNamesComeFrom:
     def test_a_box_of_several_arrays_names_each(self):
         value = {"q": array((64, 256), "int8"), "scale": array((64, 1), "float32")}
         tree = {"w": nn.LogicallyPartitioned(value, ("embed", "mlp"))}
-        assert sr.plan(tree, RULES, MESH).specs() == {
-            "w": {"q": P("fsdp", "tp"), "scale": P("fsdp", None)}
-        }
+        assert sr.plan(tree, RULES, MESH).specs() == {"w": {"q": P("fsdp", "tp"), "scale": P("fsdp", None)}}
 
 
 def variable(name, **metadata):
@@ -229,9 +218,7 @@ def random_case(rng):
     return tree, rules, mesh, given
 
 
-@pytest.mark.parametrize(
-    "dialect", [sr.dialects.LINEN, sr.dialects.MAXTEXT], ids=lambda one: one.name
-)
+@pytest.mark.parametrize("dialect", [sr.dialects.LINEN, sr.dialects.MAXTEXT], ids=lambda one: one.name)
 @pytest.mark.parametrize("indivisible", ["drop", "drop_axis", "prefix", "keep"])
 def test_the_plan_of_names_gives_named_shardings(dialect, indivisible):
     rng = random.Random(indivisible + dialect.name)
@@ -253,14 +240,8 @@ def test_where_everything_fits_the_plan_is_flaxs():
         plan = sr.plan(tree, sr.LogicalRules(rules), ones, names=names)
         for name, spec in plan.specs().items():
             theirs = nn.logical_to_mesh_axes(names[name], rules)
-            flat = [
-                () if one is None else (one,) if isinstance(one, str) else tuple(one)
-                for one in theirs
-            ]
-            mine = [
-                () if one is None else (one,) if isinstance(one, str) else tuple(one)
-                for one in spec
-            ]
+            flat = [() if one is None else (one,) if isinstance(one, str) else tuple(one) for one in theirs]
+            mine = [() if one is None else (one,) if isinstance(one, str) else tuple(one) for one in spec]
             assert mine + [()] * (len(flat) - len(mine)) == flat, (name, rules)
 
 
@@ -274,9 +255,7 @@ class TestQuestions:
 
     def test_an_explanation_has_each_rule_of_each_name(self):
         text = str(planned().explain("odd"))
-        assert (
-            "dim 0 'heads': rule 4 -> 'tp' loses: its mesh axes do not divide the dimension" in text
-        )
+        assert "dim 0 'heads': rule 4 -> 'tp' loses: its mesh axes do not divide the dimension" in text
         assert "dim 0 'heads': rule 5 -> 'fsdp' wins" in text
         assert "dim 1 'kv': rule 6 -> None wins" in text
         tried = planned().explain("wq").tried
@@ -321,9 +300,7 @@ class TestQuestions:
             assert plan.on_mesh(row.mesh).fingerprint() == planned(row.mesh).fingerprint()
 
     @pytest.mark.parametrize(
-        "dialect",
-        [sr.dialects.LINEN, sr.dialects.MAXTEXT, sr.dialects.FLAX_CORE],
-        ids=lambda one: one.name,
+        "dialect", [sr.dialects.LINEN, sr.dialects.MAXTEXT, sr.dialects.FLAX_CORE], ids=lambda one: one.name
     )
     def test_a_lock_holds_names_and_rules(self, dialect):
         free = P.UNCONSTRAINED
@@ -368,9 +345,7 @@ class TestQuestions:
         assert [change.path for change in found] == ["wi"]
         assert not before.diff(planned())
         tree, _ = beside()
-        assert before.diff(sr.plan(tree, [(".*", None)], MESH)).rules == (
-            "paths or logical axis names decide",
-        )
+        assert before.diff(sr.plan(tree, [(".*", None)], MESH)).rules == ("paths or logical axis names decide",)
         others = before.diff(planned(rules=sr.LogicalRules(RULES, sr.dialects.MAXTEXT)))
         assert others.rules[0] == f"- name = {before.rules.dialect.name!r}"
 
@@ -402,9 +377,7 @@ class TestChecks:
         assert [one.level for one in found] == ["info"]
         (dead,) = found
         assert dead.kind == "dead"
-        assert dead.message == (
-            "5 rules of 7 for names that no leaf has: 'batch', 'vocab', 'heads', 'kv'"
-        )
+        assert dead.message == ("5 rules of 7 for names that no leaf has: 'batch', 'vocab', 'heads', 'kv'")
 
     def test_a_misspelt_name_is_an_error(self):
         errors = self.found(("embd", "mlp")).at_least("error")
@@ -438,17 +411,11 @@ class TestChecks:
         (error,) = plan.check().at_least("warning")
         assert (error.kind, error.level, error.leaves) == ("unnamed", "error", 2)
         assert not plan.check(replicated=["w", "b"]).at_least("warning")
-        small = sr.plan(
-            {**tree, "w": array((8,)), "b": array(())}, RULES, MESH, names={"v": ("embed", "mlp")}
-        )
+        small = sr.plan({**tree, "w": array((8,)), "b": array(())}, RULES, MESH, names={"v": ("embed", "mlp")})
         assert {one.level for one in small.check() if one.kind == "unnamed"} == {"info"}
 
     def test_fewer_names_than_dimensions_are_a_warning(self):
-        (found,) = (
-            one
-            for one in self.found(("embed", "mlp"), shape=(32, 64, 256))
-            if one.kind == "unnamed"
-        )
+        (found,) = (one for one in self.found(("embed", "mlp"), shape=(32, 64, 256)) if one.kind == "unnamed")
         assert found.level == "warning"
         assert "fewer names than dimensions" in found.message
 

@@ -114,9 +114,7 @@ class TestOptimizer:
         plan = sr.plan(TREE, RULES, SIZES)
         moved = plan.for_optimizer(state, memory_kind="pinned_host", zero1="dp")
         kinds = self.kinds(moved)
-        assert {kind for path, kind in kinds.items() if path.startswith("opt_state")} == {
-            "pinned_host"
-        }
+        assert {kind for path, kind in kinds.items() if path.startswith("opt_state")} == {"pinned_host"}
         assert kinds["params/layers/0/wq"] is kinds["step"] is None
         assert kinds["params/embed"] == "pinned_host"
         # Its parameter alone decides whether a leaf is cut.
@@ -180,24 +178,16 @@ class TestLocksAndDiffs:
     @pytest.mark.parametrize("kind", MEMORY_KINDS)
     def test_a_change_of_memory_is_a_change(self, kind):
         rules = [("embed", on_host(("fsdp", "tp"), kind)), *RULES[1:]]
-        before, after = (
-            sr.plan(TREE, [("embed", ("fsdp", "tp")), *RULES[1:]], SIZES),
-            sr.plan(TREE, rules, SIZES),
-        )
+        before, after = (sr.plan(TREE, [("embed", ("fsdp", "tp")), *RULES[1:]], SIZES), sr.plan(TREE, rules, SIZES))
         assert before.fingerprint() != after.fingerprint()
         found = before.diff(after)
         assert [(one.path, one.leaves) for one in found] == [("embed", 1)]
-        assert found.rules == (
-            "- 'embed' -> P('fsdp', 'tp')",
-            f"+ 'embed' -> P('fsdp', 'tp'), memory_kind='{kind}'",
-        )
+        assert found.rules == ("- 'embed' -> P('fsdp', 'tp')", f"+ 'embed' -> P('fsdp', 'tp'), memory_kind='{kind}'")
         saved = "-256" if kind != "device" else "+0"
         assert f"~ embed  P('fsdp', 'tp') -> P('fsdp', 'tp') in {kind}  ({saved} B on" in str(found)
         if kind != "device":
             assert found.host_bytes == (0, 256)
-            assert str(found).endswith(
-                "452 B -> 196 B on the fullest device; 0 B -> 256 B in the host's memory"
-            )
+            assert str(found).endswith("452 B -> 196 B on the fullest device; 0 B -> 256 B in the host's memory")
         assert bool(after.diff(before))
 
     @pytest.mark.parametrize("where", ["rules", "leaves"])
@@ -206,9 +196,7 @@ class TestLocksAndDiffs:
         for entry in content[where]:
             if isinstance(entry, dict):  # a rule that says nothing else is [pattern, spec]
                 entry["memory_kind"] = "pinned_hsot"
-        with pytest.raises(
-            sr.FileError, match=f"{where[:4]}.*memory_kind is 'pinned_hsot'.*'pinned_host'"
-        ):
+        with pytest.raises(sr.FileError, match=f"{where[:4]}.*memory_kind is 'pinned_hsot'.*'pinned_host'"):
             sr.Plan.from_lock(json.dumps(content))
 
     def test_a_lock_whose_kinds_were_changed_by_hand_is_refused(self):
@@ -255,20 +243,13 @@ class TestCheck:
 
     def test_what_jit_copies_to_the_device_is_told(self):
         rules = [("w", on_host(("fsdp", "tp"), "unpinned_host")), ("", ("fsdp", "tp"))]
-        found = sr.plan(
-            {"w": [self.LARGE] * 2, "v": self.LARGE}, rules, {"fsdp": 2, "tp": 2}
-        ).check()
+        found = sr.plan({"w": [self.LARGE] * 2, "v": self.LARGE}, rules, {"fsdp": 2, "tp": 2}).check()
         (one,) = of_kind(found, "unpinned")
         assert (one.level, one.rule, one.leaves, one.bytes) == ("warning", 0, 2, 2 * 16 * MIB)
-        assert (
-            "2 leaves in unpinned_host memory (rule 0 'w' -> P('fsdp', 'tp') in unpinned"
-            in one.message
-        )
+        assert "2 leaves in unpinned_host memory (rule 0 'w' -> P('fsdp', 'tp') in unpinned" in one.message
         assert "33.6 MB on each device are not counted" in one.message
         assert "'pinned_host'" in one.fix
-        (small,) = of_kind(
-            sr.plan({"w": array(8, 8)}, rules, {"fsdp": 2, "tp": 2}).check(), "unpinned"
-        )
+        (small,) = of_kind(sr.plan({"w": array(8, 8)}, rules, {"fsdp": 2, "tp": 2}).check(), "unpinned")
         assert small.level == "info"
 
     @pytest.mark.parametrize("kind", [None, "device", "pinned_host"])

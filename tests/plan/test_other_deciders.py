@@ -32,8 +32,7 @@ RULES = [("wq", ("fsdp", "tp")), ("head", (None, "tp")), ("norm", ())]
 
 class TestSpecs:
     @pytest.mark.parametrize(
-        ("model", "rules"),
-        [("easydel-deepseek-v3", "easydel__deepseek_v3-DeepseekV3Config-v0.2.0")],
+        ("model", "rules"), [("easydel-deepseek-v3", "easydel__deepseek_v3-DeepseekV3Config-v0.2.0")]
     )
     def test_a_plan_of_a_plan_s_specs_is_the_same_plan(self, model, rules):
         tree = corpus.manifest(model).nested(corpus.with_dtype)
@@ -54,9 +53,7 @@ class TestSpecs:
         plan = sr.plan(tree, specs, SIZES)
         assert [tuple(plan.kind(f"layers/{i}/wq").wanted) for i in range(3)] == [
             (), ("tp",), (None, "fsdp")]  # fmt: skip
-        assert plan.specs() == jax.tree.map(
-            lambda one: one.spec, sr.named_shardings(tree, specs, SIZES)
-        )
+        assert plan.specs() == jax.tree.map(lambda one: one.spec, sr.named_shardings(tree, specs, SIZES))
 
     def test_what_is_wrong_with_specs_is_found(self):
         specs = {"layers": P("tp", "tp"), "head": P("data")}
@@ -140,11 +137,7 @@ class TestPlans:
         for call in (sr.named_shardings, sr.plan):
             with pytest.raises(ValueError, match="2 leaves of the tree") as caught:
                 call(other, plan)
-            for part in (
-                "layers/{0..1}/wk",
-                "near it: layers/{0..2}/wq",
-                "plan.for_optimizer(state)",
-            ):
+            for part in ("layers/{0..1}/wk", "near it: layers/{0..2}/wq", "plan.for_optimizer(state)"):
                 assert part.replace("{0..1}", "{0,1}") in str(caught.value)
 
     def test_a_leaf_of_another_shape_is_named(self):

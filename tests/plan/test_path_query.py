@@ -91,8 +91,7 @@ def test_what_is_ambiguous_is_an_error_with_the_candidates(plan):
     with pytest.raises(KeyError) as info:
         plan.explain("w")
     assert info.value.args == (
-        "'w' is ambiguous: it may be any of 2 folded paths: layers/{0..11}/mlp/w, head/w; "
-        "give more of the path",
+        "'w' is ambiguous: it may be any of 2 folded paths: layers/{0..11}/mlp/w, head/w; give more of the path",
     )
     with pytest.raises(KeyError, match="any of 2 folded paths: head/w, opt/head; give more"):
         plan.explain("*he*d*")

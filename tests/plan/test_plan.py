@@ -29,11 +29,7 @@ from tests.support.slow import MODELS
 from tests.support.trees import WITHOUT_ARRAYS, kinds_of_trees, trees_of_libraries
 from tests.support.work import calls
 
-MESHES = [
-    {"dp": 2, "fsdp": 8, "ep": 4, "tp": 4, "sp": 2},
-    {"fsdp": 3, "tp": 7, "mp": 2},
-    {"dp": 1, "fsdp": 4, "tp": 2},
-]
+MESHES = [{"dp": 2, "fsdp": 8, "ep": 4, "tp": 4, "sp": 2}, {"fsdp": 3, "tp": 7, "mp": 2}, {"dp": 1, "fsdp": 4, "tp": 2}]
 
 
 DROPPING = LibraryCorrection(absent="drop")
@@ -152,20 +148,14 @@ def test_trees_of_all_kinds(name, mesh):
     ],
 )
 def test_dialects(dialect, rules, mesh):
-    tree = {
-        "layers": [{"b": array(12), "wq": array(24, 12)} for _ in range(2)],
-        "one": array(1),
-        "step": array(),
-    }
+    tree = {"layers": [{"b": array(12), "wq": array(24, 12)} for _ in range(2)], "one": array(1), "step": array()}
     rules = sr.Rules(rules, getattr(sr.dialects, dialect))
     plan = sr.plan(tree, rules, mesh)
     check_equal_to_named_shardings(plan, tree, rules, mesh)
     text = tree_util.keystr if dialect == "KEYSTR" else references.SLASHED
     assert plan.paths == [text(path) for path, _ in tree_util.tree_flatten_with_path(tree)[0]]
     chosen_by = references.CHOSEN_BY.get(dialect, references.by_search)
-    for path, rule, leaf in zip(
-        plan.paths, plan.rule.tolist(), tree_util.tree_leaves(tree), strict=True
-    ):
+    for path, rule, leaf in zip(plan.paths, plan.rule.tolist(), tree_util.tree_leaves(tree), strict=True):
         chosen = chosen_by([pattern for pattern, _ in rules], path)
         needs_none = {"rank 0": leaf.shape == (), "size 1": leaf.size == 1, "none": False}
         if chosen is None or needs_none[rules.dialect.scalars]:
@@ -185,12 +175,7 @@ def test_rule_specs_and_corrections():
     plan = sr.plan(tree, rules, mesh)
     check_equal_to_named_shardings(plan, tree, rules, mesh)
     # 24 are six heads of 4: cut by tp=2, but not by 8.
-    assert plan.specs() == {
-        "wq": P(None, "tp"),
-        "wk": P("tp", None),
-        "x": P(),
-        "y": P(("fsdp", "tp")),
-    }
+    assert plan.specs() == {"wq": P(None, "tp"), "wk": P("tp", None), "x": P(), "y": P(("fsdp", "tp"))}
     for correction in (prefix, sr.Correction(indivisible="keep"), sr.Correction(pad=False)):
         given = sr.Rules(rules, correction=correction)
         check_equal_to_named_shardings(sr.plan(tree, given, mesh), tree, given, mesh)
@@ -207,9 +192,7 @@ def test_min_size(min_size, dialect):
     # The tree is not walked again, and what is small is so all the same.
     again = sr.plan(tree, sr.Rules([("", "tp")], dialect, min_size=9), mesh).with_rules(rules)
     assert again.rule.tolist() == plan.rule.tolist()
-    assert rules.match(tree) == sr.match_partition_rules(
-        sr.Rules([("", "tp")], dialect), tree, min_size
-    )
+    assert rules.match(tree) == sr.match_partition_rules(sr.Rules([("", "tp")], dialect), tree, min_size)
     assert (plan.rule == -1).tolist() == [prod(x.shape) < min_size for x in tree.values()]
 
 
@@ -258,30 +241,18 @@ class TestMeshes:
 
 @pytest.mark.parametrize(
     "spec",
-    [
-        P("fsdp", "tp"),
-        P(("fsdp", "tp")),
-        P(("tp", "fsdp"), "dp"),
-        P(None, ("dp", "tp", "fsdp")),
-        P("tp"),
-    ],
+    [P("fsdp", "tp"), P(("fsdp", "tp")), P(("tp", "fsdp"), "dp"), P(None, ("dp", "tp", "fsdp")), P("tp")],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "shape", [(10, 7), (3, 5), (9, 1), (1, 1), (8, 8), (0, 4), (17, 33)], ids=str
-)
+@pytest.mark.parametrize("shape", [(10, 7), (3, 5), (9, 1), (1, 1), (8, 8), (0, 4), (17, 33)], ids=str)
 def test_bytes_per_device_of_uneven_shards(mesh, shape, spec):
     """JAX gives no slices for uneven shards, but XLA's op sharding does: it pads up to equal parts."""
     plan = sr.plan(
-        {"w": array(*shape)},
-        sr.Rules([("w", spec)], correction=sr.Correction(indivisible="keep", pad=False)),
-        mesh,
+        {"w": array(*shape)}, sr.Rules([("w", spec)], correction=sr.Correction(indivisible="keep", pad=False)), mesh
     )
     assert plan.specs() == {"w": spec}
     padded = tuple(
-        size
-        + -size
-        % prod(mesh.shape[axis] for axis in ([entry] if isinstance(entry, str) else entry or ()))
+        size + -size % prod(mesh.shape[axis] for axis in ([entry] if isinstance(entry, str) else entry or ()))
         for size, entry in zip(shape, [*spec, None][:2], strict=True)
     )
     most = 0
@@ -344,11 +315,7 @@ def test_too_many_mesh_axes():
 
 
 def test_elements_of_less_than_a_byte():
-    plan = sr.plan(
-        {"w": array(4, 6, dtype="int4"), "odd": array(7, dtype="int4")},
-        [("w", "tp"), ("", ())],
-        {"tp": 2},
-    )
+    plan = sr.plan({"w": array(4, 6, dtype="int4"), "odd": array(7, dtype="int4")}, [("w", "tp"), ("", ())], {"tp": 2})
     assert dict(zip(plan.paths, leaf_bytes(plan), strict=True)) == {"w": 12, "odd": 4}
     assert dict(zip(plan.paths, shard_bytes(plan), strict=True)) == {"w": 6, "odd": 4}
 
@@ -366,9 +333,7 @@ class TestOptimizer:
         state_alone = sr.plan(tree["opt_state"], rules, {"dp": 1, "fsdp": 32, "mp": 8})
         both = params_alone.bytes_per_device(optimizer=state_alone)
         assert both.max + 4 == held.max
-        with pytest.raises(
-            ValueError, match="optimizer: the tree has the state of one already, opt_"
-        ):
+        with pytest.raises(ValueError, match="optimizer: the tree has the state of one already, opt_"):
             plan.bytes_per_device(optimizer=["float32"])
 
     STATE = (
@@ -376,14 +341,7 @@ class TestOptimizer:
         ".opt_state[0].mu", "opt_states", "opt/state", "optimizer/0/mu/w", "['opt'].mu", ".ema.w",
         "state/ema_params/w", "state/param_states/w/mu",
     )  # fmt: skip
-    OTHERS = (
-        "my_opt_state/x",
-        "opt_state_2/x",
-        "model/opt/w",
-        "optional/w",
-        "vq/ema/w",
-        "schema/w",
-    )
+    OTHERS = ("my_opt_state/x", "opt_state_2/x", "model/opt/w", "optional/w", "vq/ema/w", "schema/w")
 
     @pytest.mark.parametrize("path", STATE + OTHERS)
     def test_its_paths(self, path):
@@ -409,14 +367,7 @@ def test_abstract():
 
 
 TOLD_RULES = (("a/w", ("fsdp", "tp")), ("w", "tp"), ("b", (("fsdp", "sp"),)), ("never", None))
-TOLD_TREE = {
-    "a": {"w": array(8, 6)},
-    "w": array(8),
-    "b": array(16),
-    "s": array(),
-    "small": array(2),
-    "name": "x",
-}
+TOLD_TREE = {"a": {"w": array(8, 6)}, "w": array(8), "b": array(16), "s": array(), "small": array(2), "name": "x"}
 TOLD_MESH = {"fsdp": 4, "tp": 4}
 
 
@@ -432,23 +383,11 @@ class TestExplain:
         assert self.outcomes("w") == ["no match", "wins", "no match", "no match"]
         assert self.outcomes("s") == ["no match"] * 4
         assert self.outcomes("w", min_size=100)[1] == "not needed"
-        keras = sr.plan(
-            TOLD_TREE,
-            sr.Rules([("w", None), ("w|v", None), (".", None)], sr.dialects.KERAS),
-            TOLD_MESH,
-        )
+        keras = sr.plan(TOLD_TREE, sr.Rules([("w", None), ("w|v", None), (".", None)], sr.dialects.KERAS), TOLD_MESH)
         # What is equal to the path is tried first, and alone.
         assert [one.outcome for one in keras.explain("w").tried] == ["wins", *["too late"] * 2]
-        keras = sr.plan(
-            TOLD_TREE,
-            sr.Rules([("[w]", None), ("w|v", None), ("x", None)], sr.dialects.KERAS),
-            TOLD_MESH,
-        )
-        assert [one.outcome for one in keras.explain("w").tried] == [
-            "ambiguous",
-            "ambiguous",
-            "no match",
-        ]
+        keras = sr.plan(TOLD_TREE, sr.Rules([("[w]", None), ("w|v", None), ("x", None)], sr.dialects.KERAS), TOLD_MESH)
+        assert [one.outcome for one in keras.explain("w").tried] == ["ambiguous", "ambiguous", "no match"]
         assert keras.explain("w").kind.status == "ambiguous"
 
     def test_in_words(self):
@@ -472,30 +411,17 @@ class TestExplain:
             "  PROBLEM        no rule matches",
             "  fix            add a rule that matches",
         ]
-        assert (
-            str(self.plan(TOLD_RULES[:2]).explain("w")).splitlines()[2]
-            == "  1 other rule does not match"
-        )
+        assert str(self.plan(TOLD_RULES[:2]).explain("w")).splitlines()[2] == "  1 other rule does not match"
 
     def test_agrees_with_the_columns(self):
         tree = corpus.manifest("flax-t5-v1_1-xxl").nested(corpus.with_dtype)
         rules = corpus.rules("JAXSeq__T5")
-        plan = sr.plan(
-            tree,
-            sr.Rules(rules, replace(sr.dialects.KEYSTR, correction=sr.Correction())),
-            MESHES[0],
-        )
+        plan = sr.plan(tree, sr.Rules(rules, replace(sr.dialects.KEYSTR, correction=sr.Correction())), MESHES[0])
         for path, rule in zip(plan.paths[::7], plan.rule.tolist()[::7], strict=True):
             told = plan.explain(path)
-            matching = [
-                i
-                for i, (pattern, _) in enumerate(rules)
-                if references.by_search([pattern], path) is not None
-            ]
+            matching = [i for i, (pattern, _) in enumerate(rules) if references.by_search([pattern], path) is not None]
             assert [one.rule for one in told.tried if one.outcome != "no match"] == matching
-            assert (
-                [one.rule for one in told.tried if one.outcome == "wins"] == [rule] == matching[:1]
-            )
+            assert [one.rule for one in told.tried if one.outcome == "wins"] == [rule] == matching[:1]
 
 
 def test_no_jax_is_imported():
@@ -525,11 +451,7 @@ def leaf(shape, dtype="float32"):
     ("bad", "error", "message"),
     [
         (leaf((2, -1)), ValueError, r"a dimension of the shape \(2, -1\) is negative"),
-        (
-            leaf((2, 1.5)),
-            TypeError,
-            r"a dimension of the shape \(2, 1.5\) is 1.5 \(a float\), not an integer",
-        ),
+        (leaf((2, 1.5)), TypeError, r"a dimension of the shape \(2, 1.5\) is 1.5 \(a float\), not an integer"),
         (leaf(("a",)), TypeError, r"is 'a' \(a str\), not an integer"),
         (leaf((None, 2)), TypeError, r"is None \(a NoneType\), not an integer"),
         (leaf((7, True)), TypeError, r"is True \(a bool\), not an integer"),
@@ -580,11 +502,7 @@ def test_errors_of_attributes_name_the_path_and_leak_nothing(attribute):
 
     call()
     gc.collect()
-    references_before = (
-        sys.getrefcount(before),
-        sys.getrefcount(before.shape),
-        sys.getrefcount(trees[0]),
-    )
+    references_before = (sys.getrefcount(before), sys.getrefcount(before.shape), sys.getrefcount(trees[0]))
     for _ in range(50):
         call()
     gc.collect()
@@ -672,22 +590,15 @@ def test_duplicate_paths():
 
 
 def test_the_table():
-    lines = str(
-        sr.plan({"layers": [{"w": array(8, 8)}] * 12, "s": 3}, [("w", "tp")], {"tp": 2})
-    ).splitlines()
-    assert (
-        lines[0]
-        == "13 leaves, 3.07 kB on tp=2 (2 devices): 1.54 kB on the fullest device: params 1.54 kB"
-    )
+    lines = str(sr.plan({"layers": [{"w": array(8, 8)}] * 12, "s": 3}, [("w", "tp")], {"tp": 2})).splitlines()
+    assert lines[0] == "13 leaves, 3.07 kB on tp=2 (2 devices): 1.54 kB on the fullest device: params 1.54 kB"
     assert [" ".join(line.split()) for line in lines[1:]] == [
         "path leaves shape dtype rule spec bytes per device",
         "layers/{0..11}/w 12 [8, 8] float32 0 P('tp', None) 3.07 kB 1.54 kB",
         "s 1 - - - P() 0 B 0 B",
     ]
     assert len(set(map(len, lines[1:]))) == 1
-    many = sr.plan(
-        {f"{c}{d}": array(2) for c in "abcdefghij" for d in "klmnopqrst"}, [("", ())], {"tp": 2}
-    )
+    many = sr.plan({f"{c}{d}": array(2) for c in "abcdefghij" for d in "klmnopqrst"}, [("", ())], {"tp": 2})
     assert str(many).splitlines()[-1] == "... and 40 more rows"
 
 

@@ -139,8 +139,7 @@ def test_content(deepseek):
     assert sum(n * kind["held"] for _, kind, n in page.rows) == deepseek.bytes_per_device().max
     large = {pattern for pattern, kind, _ in page.rows if kind["large"]}
     assert large == {
-        f"model/layers/{{0..60}}/self_attn/{name}/kernel"
-        for name in ("q_a_proj", "q_b_proj", "kv_b_proj")
+        f"model/layers/{{0..60}}/self_attn/{name}/kernel" for name in ("q_a_proj", "q_b_proj", "kv_b_proj")
     }
 
 
@@ -249,11 +248,7 @@ def test_leaves_without_a_rule():
     tree = {"a": leaf, "scale": jax.ShapeDtypeStruct((), "float32"), "none": 3, "b": leaf}
     text = sr.plan(tree, [("a", "tp")], {"tp": 2}).to_html()
     rules = re.findall(r"<tr><td>(0|-)</td><td>(.*?)</td><td>.*?</td><td>(\d)</td>", text)
-    assert rules == [
-        ("0", "a", "1"),
-        ("-", "no rule is needed", "2"),
-        ("-", "no rule decides", "1"),
-    ]
+    assert rules == [("0", "a", "1"), ("-", "no rule is needed", "2"), ("-", "no rule decides", "1")]
     assert sr.plan({}, [], {"tp": 2}).to_html().endswith("</html>\n")
 
 
@@ -405,9 +400,7 @@ def search(page, text):
 
 
 def test_browser_shows_all_parts(opened, deepseek):
-    page = opened(
-        deepseek, title="DeepSeek-V3", sections=[FINDINGS, sr.suggest(deepseek)], hbm=10**9
-    )
+    page = opened(deepseek, title="DeepSeek-V3", sections=[FINDINGS, sr.suggest(deepseek)], hbm=10**9)
     assert page.title() == page.inner_text("h1") == "DeepSeek-V3"
     assert "DOES NOT FIT into 1.00 GB" in page.inner_text("header")
     assert page.locator("summary b").all_inner_texts() == ["error", "warning"]
@@ -439,9 +432,7 @@ def test_the_page_has_the_compiled_program(program):
 AXE = os.environ.get("AXE", ROOT / "node_modules/axe-core/axe.min.js")
 
 
-@pytest.mark.parametrize(
-    ("width", "scheme"), some([*product((390, 1280), ("light", "dark"))], every=3)
-)
+@pytest.mark.parametrize(("width", "scheme"), some([*product((390, 1280), ("light", "dark"))], every=3))
 def test_browser_fits_scrolls_and_is_accessible(browser, tmp_path, deepseek, width, scheme):
     """No page is wider than the window; keys scroll what is; axe finds nothing, if it is there.
 
@@ -457,9 +448,7 @@ def test_browser_fits_scrolls_and_is_accessible(browser, tmp_path, deepseek, wid
         page.wait_for_selector("#treemap .slice")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         wide = "[...document.querySelectorAll('*')].filter(e => e.scrollWidth > e.clientWidth + 1 "
-        wide += (
-            "&& getComputedStyle(e).overflowX === 'auto' && e.tabIndex < 0).map(e => e.outerHTML)"
-        )
+        wide += "&& getComputedStyle(e).overflowX === 'auto' && e.tabIndex < 0).map(e => e.outerHTML)"
         assert page.evaluate(wide) == []  # else no key scrolls it
         if Path(AXE).exists():
             page.evaluate(Path(AXE).read_text(encoding="utf-8"))

@@ -31,9 +31,7 @@ def model(name):
 
 def abstract(tree):
     return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, "float32"),
-        tree,
-        is_leaf=lambda x: isinstance(x, tuple),
+        lambda shape: jax.ShapeDtypeStruct(shape, "float32"), tree, is_leaf=lambda x: isinstance(x, tuple)
     )
 
 
@@ -85,9 +83,7 @@ def test_the_roles_of_real_models(name, end, expected, columns):
     assert (" ".join(found.sides), found.columns) == (expected, columns)
 
 
-@pytest.mark.parametrize(
-    "name", ["llama-3.1-405b", "easydel-deepseek-v3", "maxtext-llama3.1-405b-scanned"]
-)
+@pytest.mark.parametrize("name", ["llama-3.1-405b", "easydel-deepseek-v3", "maxtext-llama3.1-405b-scanned"])
 def test_each_kernel_is_understood_and_has_a_residual_side(name):
     for found in roles(model(name)).values():
         assert found.is_known
@@ -227,30 +223,15 @@ def test_as_many_heads_as_experts_are_heads():
 
 
 def test_a_gate_of_an_mlp_is_no_router():
-    mlp = {
-        "gate": {"kernel": (64, 256)},
-        "up": {"kernel": (64, 256)},
-        "down": {"kernel": (256, 64)},
-    }
+    mlp = {"gate": {"kernel": (64, 256)}, "up": {"kernel": (64, 256)}, "down": {"kernel": (256, 64)}}
     heads = {"q": (64, 4, 16), "k": (64, 4, 16), "o": (4, 16, 64)}
     assert not any(
-        "experts" in of
-        for of in sides(
-            abstract({"layers": [{**mlp, **heads, "norm": {"scale": (64,)}}] * 2})
-        ).values()
+        "experts" in of for of in sides(abstract({"layers": [{**mlp, **heads, "norm": {"scale": (64,)}}] * 2})).values()
     )
 
 
 def test_a_gate_beside_a_kernel_of_three_dimensions_is_no_router():
-    mixer = {
-        "gate": (64, 256),
-        "in_proj": (64, 2, 256),
-        "out_proj": (256, 64),
-        "norm": {"scale": (64,)},
-    }
+    mixer = {"gate": (64, 256), "in_proj": (64, 2, 256), "out_proj": (256, 64), "norm": {"scale": (64,)}}
     assert not any(
-        "experts" in of
-        for of in sides(
-            abstract({"layers": [mixer] * 4, "embed": {"embedding": (512, 64)}})
-        ).values()
+        "experts" in of for of in sides(abstract({"layers": [mixer] * 4, "embed": {"embedding": (512, 64)}})).values()
     )

@@ -75,12 +75,7 @@ def test_an_answer_without_anything_says_so_and_what_it_looked_at(answer):
 def test_what_was_looked_at_is_told_beside_findings_and_kept():
     found = verified(replicated(), None, outputs=replicated(), hbm=10**9)
     scope = "1 of 2 inputs planned, 1 of 1 output planned; peak memory within 1.00 GB"
-    for findings in (
-        found,
-        found.at_least("info"),
-        pickle.loads(pickle.dumps(found)),
-        copy.deepcopy(found),
-    ):
+    for findings in (found, found.at_least("info"), pickle.loads(pickle.dumps(found)), copy.deepcopy(found)):
         assert findings.scope == scope
     assert repr(sr.types.Sweep([])) == "no meshes"
     assert "nothing moves" in repr(plan().transfer(plan()))

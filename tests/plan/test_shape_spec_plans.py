@@ -71,10 +71,7 @@ def is_spec(node):
 
 
 def test_what_follows_a_base_is_cut_by_its_own_shape():
-    tree = {
-        "layers": {"w": array(8192, 64, 256)},
-        "k": {"kernel": array(64, 256), "kernel_scale": array(256)},
-    }
+    tree = {"layers": {"w": array(8192, 64, 256)}, "k": {"kernel": array(64, 256), "kernel_scale": array(256)}}
     rules = [(r"layers/\d+/w|kernel", sr.fsdp("fsdp", min_bytes=4096, within=("tp",)))]
     companions = [sr.stacked("layers"), *sr.QUANTIZED]
     plan = sr.plan(tree, rules, {"fsdp": 8, "tp": 4}, companions=companions)

@@ -44,11 +44,7 @@ def test_factorizations_of_a_large_number():
         (8, ("a", "a"), "the axes of a mesh are names, each once"),
         (0, ("a",), "devices is 0"),
         (-4, ("a",), "devices is -4"),
-        (
-            10**18,
-            ("a", "b"),
-            "a mesh of 1000000000000000000 devices; it can have at most 16,777,216",
-        ),
+        (10**18, ("a", "b"), "a mesh of 1000000000000000000 devices; it can have at most 16,777,216"),
     ],
 )
 def test_factorizations_that_there_are_not(count, axes, message):
@@ -60,9 +56,7 @@ def test_factorizations_that_there_are_not(count, axes, message):
 RULES = [("wq|kernel", (("fsdp", "sp"), "tp")), ("embed", ("tp", "fsdp")), (".*", None)]
 
 
-@pytest.mark.parametrize(
-    "model", ["easydel-mixtral-8x22b", "easylm-llama-3.1-405b-trainstate", "flax-gpt2"]
-)
+@pytest.mark.parametrize("model", ["easydel-mixtral-8x22b", "easylm-llama-3.1-405b-trainstate", "flax-gpt2"])
 def test_rows_are_those_of_fresh_plans(model):
     tree = corpus.manifest(model).nested(corpus.with_dtype)
     plan = sr.plan(tree, RULES, {"fsdp": 4, "tp": 2, "sp": 2})
@@ -173,10 +167,7 @@ def test_problems_are_counted_not_raised():
     rules = [("w", sr.RuleSpec(("tp",), sr.Correction(indivisible="error")))]
     plan = sr.plan({"w": array(6), "x": array(2)}, rules, {"tp": 2})
     rows = plan.sweep([{"tp": 2}, {"tp": 4}])
-    assert {row.mesh["tp"]: (row.problems, row.bytes) for row in rows} == {
-        2: (1, 12 + 8),
-        4: (2, 24 + 8),
-    }
+    assert {row.mesh["tp"]: (row.problems, row.bytes) for row in rows} == {2: (1, 12 + 8), 4: (2, 24 + 8)}
 
 
 def test_other_devices_and_axes():
@@ -195,9 +186,7 @@ def test_too_many_meshes():
         plan.sweep({"tp": 2} for _ in itertools.count())
 
 
-@pytest.mark.parametrize(
-    ("mesh", "error"), [({"tp": 0}, ValueError), ({"tp": "2"}, TypeError), ({}, ValueError)]
-)
+@pytest.mark.parametrize(("mesh", "error"), [({"tp": 0}, ValueError), ({"tp": "2"}, TypeError), ({}, ValueError)])
 def test_what_is_no_mesh(mesh, error):
     plan = sr.plan({"w": array(8)}, [("w", P("tp"))], {"tp": 2})
     with pytest.raises(error, match="mesh"):
@@ -227,13 +216,7 @@ def test_siblings_of_optimizer_state_are_found_as_each_path_is():
     components = [path.split("/") for path in leaves.paths]
     of_optimizer = [path[0] == "opt" or "opt_state" in path for path in components]
     of_averages = [path[0] == "ema" or "ema_params" in path for path in components]
-    assert found == [
-        np.flatnonzero(rows).tolist()
-        for rows in (
-            of_optimizer,
-            np.logical_or(of_optimizer, of_averages),
-        )
-    ]
+    assert found == [np.flatnonzero(rows).tolist() for rows in (of_optimizer, np.logical_or(of_optimizer, of_averages))]
 
 
 def test_companions_are_found_once_for_all_meshes():
@@ -272,6 +255,4 @@ def test_axes_are_proposed_that_few_heads_share():
     assert note.startswith("8 heads on tp=16: put kv=8, rep=2 in the mesh in place of tp=16: ")
     assert note in str(rows[:1])
     shared = sr.plan(heads, rules.with_axes({"tp": ("kv", "rep")}), {"fsdp": 2, "kv": 8, "rep": 2})
-    assert (
-        shared.sweep([{"fsdp": 2, "kv": 8, "rep": 2}, {"fsdp": 4, "kv": 8, "rep": 1}]).notes == []
-    )
+    assert shared.sweep([{"fsdp": 2, "kv": 8, "rep": 2}, {"fsdp": 4, "kv": 8, "rep": 1}]).notes == []

@@ -177,9 +177,7 @@ def test_devices_of_jax_in_any_order(mesh, other, found):
 
 
 def test_disjoint_devices_receive_all():
-    trainer, sampler = (
-        Mesh(np.array(half), ("d",)) for half in np.split(np.array(jax.devices()), 2)
-    )
+    trainer, sampler = (Mesh(np.array(half), ("d",)) for half in np.split(np.array(jax.devices()), 2))
     plan = sr.plan({"w": array(8, 4)}, [("w", "d")], trainer)
     moved = plan.transfer(plan.on_mesh(sampler))
     assert moved.shared == 0
@@ -224,9 +222,7 @@ def test_leaves_that_follow_their_mesh_stay():
 
 
 def test_the_table_has_what_moves():
-    tree = {
-        "layers": [{"w": array(8, 8), "norm": array(8), "v\x1b": array(8, 8)} for _ in range(3)]
-    }
+    tree = {"layers": [{"w": array(8, 8), "norm": array(8), "v\x1b": array(8, 8)} for _ in range(3)]}
     rules = [("w", ("a", None)), ("norm", ()), (".", (None, "a"))]
     plan = sr.plan(tree, rules, {"a": 4})
     moved = plan.transfer(plan.on_mesh({"a": 2}))
@@ -310,9 +306,7 @@ def test_what_cannot_be_moved(other, fragments):
     for fragment in fragments:
         assert fragment in str(error.value)
     if "leaves" not in fragments[0].split(" of ")[0]:
-        with pytest.raises(
-            ValueError, match=r"this plan: (leaves get no sharding|w has)|not the same"
-        ):
+        with pytest.raises(ValueError, match=r"this plan: (leaves get no sharding|w has)|not the same"):
             other.transfer(plans())
 
 
@@ -331,14 +325,9 @@ def test_only_the_first_leaves_that_differ_are_listed():
 
 
 def test_unreduced_leaves_are_not_moved():
-    mesh = Mesh(
-        np.array(jax.devices()).reshape(4, 2),
-        ("a", "b"),
-        axis_types=(jax.sharding.AxisType.Explicit,) * 2,
-    )
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     sums, whole, reduced = (
-        plans(rules=[(".", P("a", **tags))], mesh=mesh)
-        for tags in ({"unreduced": {"b"}}, {}, {"reduced": {"b"}})
+        plans(rules=[(".", P("a", **tags))], mesh=mesh) for tags in ({"unreduced": {"b"}}, {}, {"reduced": {"b"}})
     )
     with pytest.raises(ValueError, match="terms of a sum along its unreduced axes"):
         sums.transfer(whole)

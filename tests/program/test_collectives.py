@@ -91,14 +91,9 @@ class TestProgram:
             ("collective-permute", lambda x: jax.lax.ppermute(x, "tp", [(0, 1), (1, 0)])),
         ]
         rows_of_fsdp, rows_of_tp = NamedSharding(MESH, P("fsdp")), NamedSharding(MESH, P("tp"))
-        arguments = [
-            jax.ShapeDtypeStruct((256, 256), "float32", sharding=each)
-            for each in (rows_of_fsdp, rows_of_tp)
-        ]
+        arguments = [jax.ShapeDtypeStruct((256, 256), "float32", sharding=each) for each in (rows_of_fsdp, rows_of_tp)]
         for kind, call in called:
-            mapped = jax.shard_map(
-                call, mesh=MESH, in_specs=P("tp"), out_specs=P("tp"), check_vma=False
-            )
+            mapped = jax.shard_map(call, mesh=MESH, in_specs=P("tp"), out_specs=P("tp"), check_vma=False)
             step = jax.jit(lambda w, x, mapped=mapped: (x @ w, mapped(x)))
             compiled = step.lower(*arguments).compile()
             rows = sr.inspect(compiled, (P("fsdp"), P("tp"))).collectives
@@ -116,9 +111,7 @@ class TestProgram:
         assert "all-gather" in program._repr_html_()
         content = json.loads(json.dumps(program.to_json()))
         assert content["mesh"] == {"fsdp": 4, "tp": 2}
-        assert [row["kind"] for row in content["collectives"]] == [
-            row.kind for row in program.collectives
-        ]
+        assert [row["kind"] for row in content["collectives"]] == [row.kind for row in program.collectives]
 
     def test_a_plan_that_does_not_fit_is_an_error(self):
         with pytest.raises(ValueError, match="inputs"):

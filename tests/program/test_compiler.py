@@ -30,10 +30,7 @@ enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.
 
 SIZES = {"fsdp": 4, "tp": 2}
 RULES = [("up", P("fsdp", "tp")), ("down", P("tp", "fsdp"))]
-TREE = {
-    "up": jax.ShapeDtypeStruct((256, 512), "float32"),
-    "down": jax.ShapeDtypeStruct((512, 256), "float32"),
-}
+TREE = {"up": jax.ShapeDtypeStruct((256, 512), "float32"), "down": jax.ShapeDtypeStruct((512, 256), "float32")}
 
 
 def train(params, x):
@@ -93,9 +90,7 @@ def test_a_proof_without_devices_is_that_of_the_program_that_is_compiled_to_its_
         assert proof.memory.buffers[0].bytes > 0
         assert proof.compiled is None
         assert proof.time is None
-        assert [str(one) for one in proof.findings] == [
-            str(one) for one in sr.verify(whole, (plan, None))
-        ]
+        assert [str(one) for one in proof.findings] == [str(one) for one in sr.verify(whole, (plan, None))]
 
 
 def test_it_says_whose_compiler_was_asked_and_whether_it_fits():
@@ -187,10 +182,8 @@ def test_a_step_that_asks_is_answered_for_the_mesh_and_told():
     proof = sr.prove(step, jax.ShapeDtypeStruct((8,), "float32"), on={"x": 64})
     line = step.__code__.co_firstlineno
     assert proof.notes == (
-        f"the step asks jax.device_count() at {Place(__file__, line + 1)}: answered as on the devices of "
-        "the mesh",
-        f"the step asks jax.default_backend() at {Place(__file__, line + 2)}: answered as on the devices "
-        "of the mesh",
+        f"the step asks jax.device_count() at {Place(__file__, line + 1)}: answered as on the devices of the mesh",
+        f"the step asks jax.default_backend() at {Place(__file__, line + 2)}: answered as on the devices of the mesh",
         f"the step asks jax.devices() at {Place(__file__, line + 2)}: answered as here, as a mesh "
         "without devices has none: the program may be another",
     )
@@ -212,9 +205,7 @@ def test_a_step_that_reads_the_mesh_of_with_mesh_is_told(has_devices):
         return x * (1 if found.empty else found.size)
 
     before = resources.env
-    proof = sr.prove(
-        step, jax.ShapeDtypeStruct((8,), "float32"), on=mesh if has_devices else {"x": 8}
-    )
+    proof = sr.prove(step, jax.ShapeDtypeStruct((8,), "float32"), on=mesh if has_devices else {"x": 8})
     (note,) = proof.notes
     place = Place(__file__, step.__code__.co_firstlineno + 1)
     assert note.startswith(f"the step asks the mesh of `with mesh:` at {place}: answered as ")
@@ -363,9 +354,7 @@ def test_a_module_of_the_current_folder_is_not_one_of_the_child(tmp_path, call):
     late = f"import sys, os; os.chdir({str(tmp_path)!r}); sys.path.insert(0, '')\n"
     script = script.replace('print("begins", flush=True)\n', late)
     env = os.environ | {"PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, env=env, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "imported").exists()
 
@@ -415,9 +404,7 @@ def test_a_slice_without_its_compiler_offers_the_same_mesh(monkeypatch):
         sr.Topology("v5p:4x4x8").mesh(fsdp=16, tp=8)
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 8), reason="JAX 0.7 lowers Explicit axes for devices alone"
-)
+@pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="JAX 0.7 lowers Explicit axes for devices alone")
 def test_explicit_axes_and_the_name_of_a_slice():
     mesh = AbstractMesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Explicit,) * 2)
     w = jax.ShapeDtypeStruct((8, 8), "float32", sharding=NamedSharding(mesh, P("fsdp", "tp")))

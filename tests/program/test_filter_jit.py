@@ -46,9 +46,7 @@ def x(mesh):
 def train(x, model, scale=1.0, spec=P("fsdp", "tp")):
     gradients = eqx.filter_grad(lambda model: scale * jnp.mean(jax.vmap(model)(x) ** 2))(model)
     arrays, static = eqx.partition(eqx.apply_updates(model, gradients), eqx.is_array)
-    arrays = jax.tree.map(
-        lambda a: jax.lax.with_sharding_constraint(a, spec if a.ndim == 2 else P()), arrays
-    )
+    arrays = jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, spec if a.ndim == 2 else P()), arrays)
     return eqx.combine(arrays, static)
 
 
@@ -91,10 +89,7 @@ def test_a_right_step_has_no_warning_and_a_faulty_one_has(plan, shapes, mesh, x,
 def test_constants_are_of_the_step(mesh, shapes, x):
     """A number is a constant, not an array, and options of filter_jit are those of the compiler."""
     step = eqx.filter_jit(train)
-    texts = {
-        scale: compiled_on(step, x, shapes, scale, on=mesh).compiled.as_text()
-        for scale in (1.0, 3.0)
-    }
+    texts = {scale: compiled_on(step, x, shapes, scale, on=mesh).compiled.as_text() for scale in (1.0, 3.0)}
     assert texts[1.0] != texts[3.0]
     wrong = eqx.filter_jit(train, compiler_options={"no_such_option": True})
     with pytest.raises(Exception, match="no_such_option"):

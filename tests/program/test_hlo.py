@@ -180,8 +180,7 @@ def test_asynchronous_collectives_are_counted_once():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bits"),
-    [("pred", 8), ("s4", 4), ("bf16", 16), ("f8e4m3fn", 8), ("f4e2m1fn", 4), ("c64", 64)],
+    ("dtype", "bits"), [("pred", 8), ("s4", 4), ("bf16", 16), ("f8e4m3fn", 8), ("f4e2m1fn", 4), ("c64", 64)]
 )
 def test_bits_of_an_element(dtype, bits):
     assert Shape(dtype, (3,)).bits == bits
@@ -236,10 +235,7 @@ def test_a_hostile_text_takes_bounded_time_and_memory(name):
     tracemalloc.start()
     begin = time.perf_counter()
     try:
-        with (
-            hlo_errors(),
-            nullcontext() if error is None else pytest.raises(ValueError, match=error),
-        ):
+        with hlo_errors(), nullcontext() if error is None else pytest.raises(ValueError, match=error):
             hlo = Hlo(text)
             (op,) = hlo.collectives
             assert op.groups == (tuple(range(8)),)

@@ -39,10 +39,7 @@ TRAIN_H100 = TRAIN | {
     "reduce-scatter": 3 * LAYER + 4096 * 128 * 2 + 512 * 2048 * 2,
 }
 # 2 layers; a window of 8 shards sends 9 permutes, 2 forward and 3 in the backward pass.
-WINDOWED = {
-    "all-gather": 2 * 4096 * 16384 * 2,
-    "collective-permute": 2 * 5 * 9 * (4096 // 8) * 16384 * 2,
-}
+WINDOWED = {"all-gather": 2 * 4096 * 16384 * 2, "collective-permute": 2 * 5 * 9 * (4096 // 8) * 16384 * 2}
 # 4 micro-batches of 3 layers, with two kernels of 1 MiB.
 ACCUMULATE = {"all-gather": 4 * 3 * 2 * 2 * MIB, "reduce-scatter": 4 * 3 * 2 * MIB}
 BRANCHES = {

@@ -25,16 +25,14 @@ PRODUCTS = {
         "bf16[4,1024,9,128]",
         "bf16[4,1024,9,128]",
         "bf16[4,9,1024,1024]",
-        "convolution(%a, %b), window={size=4x9 stride=3x8 lhs_dilate=4x9}, "
-        "dim_labels=0b1f_0o1i->01bf",
+        "convolution(%a, %b), window={size=4x9 stride=3x8 lhs_dilate=4x9}, dim_labels=0b1f_0o1i->01bf",
         SCORES,
     ),
     "heads in the padding": (
         "bf16[4,1024,2,576,1]",
         "bf16[9,128,2,576,1]",
         "bf16[4,1024,9,128,1]",
-        "convolution(%a, %b), window={size=1x9x2 pad=0_0x8_8x0_0 rhs_reversal=0x1x0}, "
-        "dim_labels=0b2f1_1o2i0->0b1f2",
+        "convolution(%a, %b), window={size=1x9x2 pad=0_0x8_8x0_0 rhs_reversal=0x1x0}, dim_labels=0b2f1_1o2i0->0b1f2",
         4 * 1024 * 9 * 128 * 1152,
     ),
     "image": (

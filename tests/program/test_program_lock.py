@@ -30,16 +30,11 @@ def gathers(mesh):
     def program(count, mesh=mesh):
         def step(x, *more):
             x = jax.lax.with_sharding_constraint(jnp.sin(x), NamedSharding(mesh, P()))
-            parts = [
-                jax.lax.with_sharding_constraint(jnp.cos(y), NamedSharding(mesh, P())) for y in more
-            ]
+            parts = [jax.lax.with_sharding_constraint(jnp.cos(y), NamedSharding(mesh, P())) for y in more]
             return x, parts
 
         specs = [P("fsdp"), *[P("tp")] * count]
-        args = [
-            jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(mesh, spec))
-            for spec in specs
-        ]
+        args = [jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(mesh, spec)) for spec in specs]
         return sr.inspect(jax.jit(step).lower(*args).compile(), (None,) * len(args))
 
     return program
@@ -69,10 +64,7 @@ WRONG = {
     "bytes": (lambda c: c["sent"][0].update(bytes=1.5), r"sent\[0\]: .*1.5"),
     "negative": (lambda c: c["sent"][1].update(bytes=-5), r"sent\[1\]: bytes is -5"),
     "kind": (lambda c: c["sent"][0].update(kind="gather"), r"sent\[0\]: kind is 'gather'"),
-    "axes": (
-        lambda c: c["sent"][0].update(axes="fsdp"),
-        r"sent\[0\]: axes is .*; write a list of strings",
-    ),
+    "axes": (lambda c: c["sent"][0].update(axes="fsdp"), r"sent\[0\]: axes is .*; write a list of strings"),
     "axis": (lambda c: c["sent"][0].update(axes=["fdsp"]), r"sent\[0\]: .*fdsp, of fsdp, tp"),
     "order": (lambda c: c["sent"][0].update(axes=["tp", "fsdp"]), r"sent\[0\]: .*mesh order"),
     "axis twice": (lambda c: c["sent"][0].update(axes=["tp", "tp"]), r"sent\[0\]: .*once"),
@@ -87,9 +79,7 @@ def test_a_wrong_lock_is_a_file_error_with_its_place_and_the_fix(one, name, tmp_
     with pytest.raises(sr.FileError, match=told) as caught:
         one.diff(text)
     assert str(caught.value).startswith("the lock: ")
-    assert str(caught.value).endswith(
-        "make the lock again: Program.lock, or shardrules prove --update-lock"
-    )
+    assert str(caught.value).endswith("make the lock again: Program.lock, or shardrules prove --update-lock")
     file = tmp_path / "step.lock"
     file.write_text(text)
     for path in (file, str(file)):
@@ -155,10 +145,7 @@ def test_growth_fails_and_names_the_collectives(one, gathers):
     assert [finding.level for finding in diff] == ["error"] * 2
     assert {finding.kind for finding in diff} == {"budget"}
     assert (sent.bytes, peak.bytes > 16384) == (8192, True)
-    assert (
-        "all-gather over tp: each device sends 16.4 kB in a step, 8.19 kB before (+100 %)"
-        in str(sent)
-    )
+    assert "all-gather over tp: each device sends 16.4 kB in a step, 8.19 kB before (+100 %)" in str(sent)
     assert sent.message.count("8.19 kB by all-gather of f32[64,64]") == 2
     assert "peak" in peak.message
     assert "make the lock again" in sent.fix
@@ -180,9 +167,7 @@ def test_what_is_new_is_growth_and_what_is_gone_is_told(one, gathers):
 
 def test_growth_within_the_tolerance_is_none(one):
     def of(factor):
-        return locked(
-            one, lambda c: [e.update(bytes=round(e["bytes"] / factor)) for e in c["sent"]]
-        )
+        return locked(one, lambda c: [e.update(bytes=round(e["bytes"] / factor)) for e in c["sent"]])
 
     assert not one.diff(of(1.019))
     assert len(one.diff(of(1.021)).at_least("error")) == 2

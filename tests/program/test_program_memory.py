@@ -41,9 +41,7 @@ def layers(*, recompute=False, rows=2048, moments=0):
     x = jax.ShapeDtypeStruct((rows, 256), "float32", sharding=NamedSharding(MESH, ROWS))
     if moments:
         held = jax.ShapeDtypeStruct((moments,), "float32", sharding=NamedSharding(MESH, ROWS))
-        jitted = jax.jit(
-            step, donate_argnums=(0, 2), out_shardings=(PLAN.shardings(), held.sharding)
-        )
+        jitted = jax.jit(step, donate_argnums=(0, 2), out_shardings=(PLAN.shardings(), held.sharding))
         return jitted, PLAN.abstract(), x, held
     jitted = jax.jit(step, donate_argnums=0, out_shardings=PLAN.shardings())
     return jitted, PLAN.abstract(), x
@@ -114,9 +112,7 @@ class TestMemory:
 
 class TestRemat:
     def findings(self, compiled, **options):
-        return [
-            row for row in sr.verify(compiled, (PLAN, ROWS), PLAN, **options) if row.kind == "remat"
-        ]
+        return [row for row in sr.verify(compiled, (PLAN, ROWS), PLAN, **options) if row.kind == "remat"]
 
     def test_activations_that_are_most_of_the_memory_are_told(self):
         (finding,) = self.findings(compile_layers(), large=2**20)
@@ -146,9 +142,7 @@ def test_arrays_that_share_memory_are_not_said_to_be_more_than_there_is():
     executable = sr.inspect(compile_layers(), (PLAN, ROWS), PLAN)._executable
     all_saved = memory_of(executable, totals_from([0, 0, 0, 0, 0, 1000]))
     assert (all_saved.alive, all_saved.saved, all_saved.peak) == (1000, 1000, 1000)
-    assert (
-        str(all_saved).splitlines()[1].startswith("the largest arrays that are alive; 1.00 kB are ")
-    )
+    assert str(all_saved).splitlines()[1].startswith("the largest arrays that are alive; 1.00 kB are ")
 
 
 # As libtpu writes it: the cast at the end of the fusion has no name of its own.

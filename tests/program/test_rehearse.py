@@ -45,9 +45,7 @@ def trained(mesh: Any, optimizer: Any = None, compute: str = "float32") -> Any:
         hidden = jax.nn.silu(x @ params["up"])
         hidden = jnp.where(jax.random.bernoulli(key, 0.9, hidden.shape), hidden, 0)
         logits = (x + hidden @ params["down"]) @ params["table"].T
-        return optax.softmax_cross_entropy_with_integer_labels(
-            logits[:, :-1].astype("float32"), tokens[:, 1:]
-        ).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1].astype("float32"), tokens[:, 1:]).mean()
 
     def step(params: Any, state: Any, tokens: Any, key: Any) -> Any:
         value, gradients = jax.value_and_grad(loss)(params, tokens, key)
@@ -147,9 +145,7 @@ def by_hand(mesh: Any, fault: str = "") -> Any:
 
     def step(params: Any, x: Any, key: Any) -> Any:
         in_specs, out_specs = (specs, P("fsdp"), P()), (specs, P())
-        mapped = jax.shard_map(
-            update, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
+        mapped = jax.shard_map(update, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return mapped(params, x, key)
 
     key = S((), jax.random.key(0).dtype, sharding=NamedSharding(mesh, P()))
@@ -176,9 +172,7 @@ SAME = {
     "bfloat16": partial(trained, compute="bfloat16"),
     "adafactor": partial(trained, optimizer=optax.adafactor(1e-3)),
     "lion": partial(trained, optimizer=optax.lion(1e-3)),
-    "clipped": partial(
-        trained, optimizer=optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
-    ),
+    "clipped": partial(trained, optimizer=optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))),
     "experts": routed,
     "nnx": modules,
     "by hand": by_hand,
@@ -296,9 +290,7 @@ def test_what_cannot_be_rehearsed(name):
         sr.rehearse(step_on, SIZES, args=args)
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 8), reason="JAX 0.7 lowers Explicit axes for devices alone"
-)
+@pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="JAX 0.7 lowers Explicit axes for devices alone")
 def test_types_of_axes():
     def step_on(mesh: Any) -> Any:
         x, y = (placed(mesh, (8, 8), "float32", axis, None) for axis in SIZES)
@@ -311,8 +303,7 @@ def test_types_of_axes():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("JAX_NUM_CPU_DEVICES", "2"), ("XLA_FLAGS", "--xla_force_host_platform_device_count=4")],
+    ("name", "value"), [("JAX_NUM_CPU_DEVICES", "2"), ("XLA_FLAGS", "--xla_force_host_platform_device_count=4")]
 )
 def test_the_environment_does_not_say_how_many_devices_there_are(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
@@ -348,7 +339,4 @@ def test_the_command(tmp_path, monkeypatch):
     assert "nothing found: 4 results on fsdp=4,tp=2 and on one device" in done.output
     done = invoke("rehearse", "small_steps:forgetful", "--mesh", "fsdp=4,tp=2", "--format", "json")
     assert done.exit_code == 1
-    assert {finding["kind"] for finding in json.loads(done.stdout)["findings"]} == {
-        "unequal",
-        "differs",
-    }
+    assert {finding["kind"] for finding in json.loads(done.stdout)["findings"]} == {"unequal", "differs"}

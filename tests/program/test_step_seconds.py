@@ -74,9 +74,7 @@ def test_a_kernel_counts_by_the_operations_that_it_estimates():
     assert known.kernels == pytest.approx(123456789 / (PEAK * KERNEL_EFFICIENCY))
     assert known.computing == pytest.approx(known.kernels + 3 * 100 / CLOCK)
     assert known.uncounted == ()
-    assert "of it 247 us in Pallas kernels, by their FLOPs, if they reach 50% of the peak" in str(
-        known
-    )
+    assert "of it 247 us in Pallas kernels, by their FLOPs, if they reach 50% of the peak" in str(known)
     assert json.loads(json.dumps(known.to_json()))["kernel_efficiency"] == KERNEL_EFFICIENCY
     unknown = time_of(module(line.replace("COST", "")))
     assert (unknown.kernels, unknown.uncounted) == (0, ("jit(f)/twice/pallas_call",))

@@ -6,12 +6,7 @@ import gzip
 
 import pytest
 
-from shardrules._program.facts import (
-    Facts,
-    Origin,
-    Variation,
-    summed_dims,
-)
+from shardrules._program.facts import Facts, Origin, Variation, summed_dims
 from shardrules._program.hlo import Hlo
 from shardrules._program.values import Values
 from tests.support.folders import ROOT
@@ -276,12 +271,7 @@ def test_a_dimension_is_followed_to_where_it_is_used():
     """Heads that are joined with their size, transposed, and split."""
     values = Values(Hlo(FOLLOWED))
     found = Facts(values).uses(values.parameters[0], 2, lambda _: False)
-    assert {values.lines[use.user].name: use.dim for use in found} == {
-        "product": 2,
-        "other": 0,
-        "moved": 1,
-        "outer": 1,
-    }
+    assert {values.lines[use.user].name: use.dim for use in found} == {"product": 2, "other": 0, "moved": 1, "outer": 1}
 
 
 def test_what_a_product_sums_over():

@@ -103,13 +103,7 @@ def outcome(match, rules, tree, **options):
     return jax.tree.structure(result, is_leaf=is_spec), jax.tree.leaves(result, is_leaf=is_spec)
 
 
-@given(
-    RULES,
-    SPECS | st.none(),
-    trees(0, 1.5, "text", True),
-    st.sampled_from([0, 0, 10, 200, None]),
-    st.booleans(),
-)
+@given(RULES, SPECS | st.none(), trees(0, 1.5, "text", True), st.sampled_from([0, 0, 10, 200, None]), st.booleans())
 def test_generated_trees(rules, catch_all, tree, min_size, strict):
     if catch_all is not None:
         rules = [*rules, (".*", catch_all)]

@@ -58,9 +58,7 @@ ALTERNATIONS = {
     "experts": (rf"experts\.({NUMBERS})\.up_proj", rf"experts\.({NUMBERS})\.down_proj"),
     "anywhere": (rf".*({NUMBERS}).*({NUMBERS}).*up", rf".*({NUMBERS}).*({NUMBERS}).*down"),
     "counted": (rf".{{0,40}}({NUMBERS}).{{0,40}}up", rf".{{0,40}}({NUMBERS}).{{0,40}}down"),
-    "spelt out": tuple(
-        "|".join(rf".*experts\.{i}\..*{name}" for i in range(256)) for name in ("up", "down")
-    ),
+    "spelt out": tuple("|".join(rf".*experts\.{i}\..*{name}" for i in range(256)) for name in ("up", "down")),
 }
 
 
@@ -180,7 +178,5 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 @measures_memory
 @pytest.mark.parametrize("memory_budget", [0, 1 << 20])
 def test_the_way_down_a_deep_tree_is_in_the_memory_budget(memory_budget):
-    ran = subprocess.run(
-        [sys.executable, "-c", DEEP, str(memory_budget)], capture_output=True, text=True, check=True
-    )
+    ran = subprocess.run([sys.executable, "-c", DEEP, str(memory_budget)], capture_output=True, text=True, check=True)
     assert int(ran.stdout) < 6000  # KiB

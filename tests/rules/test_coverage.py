@@ -56,10 +56,7 @@ def test_paths_beside_each_other():
 
 def test_dead_and_shadowed():
     patterns = ["wq/kernel", "kernel", "wk/kernel", r"(?=x)lookahead", "lora", "norm", ".*", ""]
-    tree = {
-        "layers": [{"wq": {"kernel": 0}, "wk": {"kernel": 0}, "norm": 0}] * 3,
-        "odd": {"xlookahead": 0},
-    }
+    tree = {"layers": [{"wq": {"kernel": 0}, "wk": {"kernel": 0}, "norm": 0}] * 3, "odd": {"xlookahead": 0}}
     rules = sr.Rules([(p, None) for p in patterns])
     coverage = rules.coverage(tree, strict=False)
     paths = [f"layers/{i}/{name}" for i in range(3) for name in ("norm", "wk/kernel", "wq/kernel")]

@@ -166,10 +166,7 @@ PEERS = {
 @pytest.mark.parametrize("peer", PEERS)
 @given(WHOLE_RULES, trees(), st.sampled_from([None, 0, 1, 2, 6]), st.booleans())
 def test_generated_trees(peer, rules, tree, min_size, strict):
-    ours, theirs = (
-        jax.tree.leaves(match(rules, tree, min_size, strict), is_leaf=is_spec)
-        for match in PEERS[peer]
-    )
+    ours, theirs = (jax.tree.leaves(match(rules, tree, min_size, strict), is_leaf=is_spec) for match in PEERS[peer])
     assert ours == theirs
 
 
@@ -260,9 +257,7 @@ class TestChoices:
         ],
     )
     def test_each(self, rules, choices, tree, specs):
-        rules = sr.Rules(
-            rules, replace(sr.dialects.EASYLM, **choices), min_size=4 * ("min_size" in choices)
-        )
+        rules = sr.Rules(rules, replace(sr.dialects.EASYLM, **choices), min_size=4 * ("min_size" in choices))
         assert list(rules.match(tree).values()) == specs
 
     def test_min_size_after_the_match(self):

@@ -96,9 +96,7 @@ def test_patterns_of_cpython(re_tests):
                 sr.Rules([(pattern, None)])
         else:
             assert_as_re([compiled], [text, text + "\n", "", "x" + text])
-            assert sr.Rules([(pattern, None)]).first_match(text) == (
-                0 if re.search(pattern, text) else None
-            )
+            assert sr.Rules([(pattern, None)]).first_match(text) == (0 if re.search(pattern, text) else None)
         tried += 1
     assert tried > 400
 
@@ -110,10 +108,7 @@ def test_all_patterns_of_cpython_as_one_rule_list(re_tests):
 
 @given(st.text(max_size=20))
 def test_any_character(text):
-    assert_as_re(
-        [re.compile(p) for p in (r"\w\W", r"(?i)[à-ÿ]", r"\s\S", r"[^\x00-\uffff]", r"\b\d", ".$")],
-        [text],
-    )
+    assert_as_re([re.compile(p) for p in (r"\w\W", r"(?i)[à-ÿ]", r"\s\S", r"[^\x00-\uffff]", r"\b\d", ".$")], [text])
 
 
 def test_every_code_point_of_a_class():
@@ -154,9 +149,7 @@ def test_a_huge_literal_is_left_to_re(monkeypatch):
     assert rules.first_match("xy") == 1
 
 
-@pytest.mark.parametrize(
-    "share", [*shares(size=1, count=1), *(slow(share) for share in shares(size=2, count=4))]
-)
+@pytest.mark.parametrize("share", [*shares(size=1, count=1), *(slow(share) for share in shares(size=2, count=4))])
 def test_every_small_pattern(share):
     outcome = check(share)
     assert outcome.differences[:10] == []

@@ -59,9 +59,7 @@ def test_a_plan_of_named_arrays_is_what_haliax_infers(hax, tree, mapping):
     mesh = jax.sharding.AbstractMesh(tuple(MESH.values()), tuple(MESH))
     plan = sr.plan(tree, rules, mesh)
     assert set(plan.paths) == {"norm", "plain", "up/weight", "up/bias", "x"}
-    theirs = hax.partitioning.infer_resource_partitions(
-        tree, mapping, preserve_existing_shardings=False, mesh=mesh
-    )
+    theirs = hax.partitioning.infer_resource_partitions(tree, mapping, preserve_existing_shardings=False, mesh=mesh)
     for ours in (plan.shardings(), sr.named_shardings(tree, rules, mesh)):
         assert jax.tree.structure(ours) == jax.tree.structure(theirs)
         both = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)

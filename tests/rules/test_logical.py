@@ -92,18 +92,14 @@ def test_a_constraint_follows_the_policy_of_its_rules(indivisible, dialect, mesh
 
     def constrained(tree):  # flax takes the rules in force for pairs
         with sr.logical_axis_rules(rules):
-            return sr.with_logical_constraint(tree, {"b": None, "n": (), "w": names}, mesh=mesh)[
-                "w"
-            ]
+            return sr.with_logical_constraint(tree, {"b": None, "n": (), "w": names}, mesh=mesh)["w"]
 
     def expected():
         return sr.named_shardings(tree["w"], rules, mesh, names=names)
 
     for call in (jax.jit(constrained), constrained):
         if indivisible == "error":
-            with pytest.raises(
-                ValueError, match=r"dim 0 of size 6 is not divisible by tp=2 \* fsdp=4"
-            ):
+            with pytest.raises(ValueError, match=r"dim 0 of size 6 is not divisible by tp=2 \* fsdp=4"):
                 call(tree)
             continue
         assert call(tree).sharding.is_equivalent_to(expected(), 2)

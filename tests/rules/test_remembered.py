@@ -228,10 +228,7 @@ def test_threads_share_what_is_remembered():
 
     def match(number):
         barrier.wait()
-        return [
-            sr.match_partition_rules([("wq", f"a{(number + i) % 20}"), (".*", None)], TREE)
-            for i in range(60)
-        ]
+        return [sr.match_partition_rules([("wq", f"a{(number + i) % 20}"), (".*", None)], TREE) for i in range(60)]
 
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(match, range(8)))

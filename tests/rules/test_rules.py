@@ -70,9 +70,7 @@ def test_equality_and_hash():
     assert sr.Rules(PAIRS) != PAIRS
 
 
-@pytest.mark.parametrize(
-    "duplicate", [copy.copy, copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))]
-)
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))])
 def test_copies_and_pickles(duplicate):
     rules = sr.Rules(PAIRS, memory_budget=4096)
     again = duplicate(rules)
@@ -110,14 +108,8 @@ def test_nested_use_from_a_leaf():
 
 
 def test_threads_share_rules():
-    rules = sr.Rules(
-        [(rf"layers/{i}/.*(kernel|é{i})", i) for i in range(40)] + [(".*", -1)],
-        memory_budget=30_000,
-    )
-    trees = [
-        {"layers": {str((i + t) % 40): {"mlp": {"kernel": 0, f"é{i}": 0}} for i in range(40)}}
-        for t in range(8)
-    ]
+    rules = sr.Rules([(rf"layers/{i}/.*(kernel|é{i})", i) for i in range(40)] + [(".*", -1)], memory_budget=30_000)
+    trees = [{"layers": {str((i + t) % 40): {"mlp": {"kernel": 0, f"é{i}": 0}} for i in range(40)}} for t in range(8)]
     expected = [sr.Rules(list(rules)).match(tree, strict=False) for tree in trees]
     barrier = threading.Barrier(8)
 

@@ -100,9 +100,7 @@ def test_specs_in_other_forms():
     assert sr.match_partition_rules(rules, tree) == {
         "none": P(), "axis": P("tp"), "tuple": P("dp", ("fsdp", "tp")), "list": P("dp", ("tp",))
     }  # fmt: skip
-    assert sr.match_partition_rules(rules, tree, strict=False)["tuple"] == P(
-        "dp", ("fsdp", "tp"), None
-    )
+    assert sr.match_partition_rules(rules, tree, strict=False)["tuple"] == P("dp", ("fsdp", "tp"), None)
 
 
 def test_other_objects_are_given_as_they_are():

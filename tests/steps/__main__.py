@@ -9,11 +9,7 @@ import os
 import sys
 
 os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=8",
-        "--xla_backend_optimization_level=0",
-    ]
+    [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
 )
 
 
@@ -26,16 +22,12 @@ def main(group: str, name: str = "", is_clean: bool = False) -> None:
     if is_clean:
         for step in selected:
             built = step.build()
-            print(
-                f"# {step.name}\n{cost(built)}\n{sr.inspect(built.compiled, built.inputs, built.outputs)}"
-            )
+            print(f"# {step.name}\n{cost(built)}\n{sr.inspect(built.compiled, built.inputs, built.outputs)}")
         return
     table, costly, reported = [], 0, 0
     for row in score(selected):
         costly, reported = costly + len(row.costly), reported + len(row.reported)
-        names = [
-            one for one in row.costly if any(f.level != "info" for f in row.new(row.costly[one]))
-        ]
+        names = [one for one in row.costly if any(f.level != "info" for f in row.new(row.costly[one]))]
         by_warning = len(names)
         table.append(
             f"| {row.step} | {len(row.outcomes)} | {len(row.costly)} | {len(row.reported)} | {by_warning} | "
@@ -55,15 +47,7 @@ def main(group: str, name: str = "", is_clean: bool = False) -> None:
             print(f"- {fault}: {word}; {one.cost.over(row.clean.cost or one.cost)}", flush=True)
             for finding in new[:2]:
                 print("    " + str(finding).replace("\n", "\n    ")[:600])
-    heads = (
-        "step",
-        "faults",
-        "costly",
-        "told",
-        "by a warning",
-        "clean warnings",
-        "clean unexplained bytes",
-    )
+    heads = ("step", "faults", "costly", "told", "by a warning", "clean warnings", "clean unexplained bytes")
     print("\n| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|", *table, sep="\n")
     print(f"told {reported} of {costly} costly faults ({reported / max(costly, 1):.1%})")
 

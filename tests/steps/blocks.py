@@ -58,11 +58,7 @@ def perceptron(case: Case, y: Any, w: Any) -> Any:
 
 
 def block(
-    case: Case,
-    x: Any,
-    w: Any,
-    attention: Callable[..., Any] = attention,
-    perceptron: Callable[..., Any] = perceptron,
+    case: Case, x: Any, w: Any, attention: Callable[..., Any] = attention, perceptron: Callable[..., Any] = perceptron
 ) -> tuple[Any, Any]:
     """Return x behind a layer, for a scan."""
     w = case.cut_all(w, "kernels", 2)

@@ -10,16 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from tests.steps.blocks import attend, rms_norm
-from tests.steps.model import (
-    Case,
-    Fault,
-    abstract,
-    arrays,
-    case_of,
-    serving_step,
-    slips,
-    stacked,
-)
+from tests.steps.model import Case, Fault, abstract, arrays, case_of, serving_step, slips, stacked
 from tests.steps.score import Built, Step
 
 __all__ = ["STEPS"]
@@ -44,12 +35,7 @@ def _scan(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> Bu
     kernels |= dict.fromkeys("kv", (width, keys, size))
     kernels |= {"up": (width, inner), "down": (inner, width)}
     tables = arrays({"embed": (1024, width), "head": (width, 1024)})
-    rules = [
-        *rules,
-        ("/[qkv]$|up", P(None, None, "tp")),
-        ("/o$|down|head", P(None, "tp")),
-        ("embed", P()),
-    ]
+    rules = [*rules, ("/[qkv]$|up", P(None, None, "tp")), ("/o$|down|head", P(None, "tp")), ("embed", P())]
     plan = sr.plan({**tables, "layers": stacked(3, kernels)}, rules, case.mesh)
     caches = arrays(dict.fromkeys("kv", (3, rows, length, keys, size)))
     cached = sr.plan(caches, [("", case.place("cache"))], case.mesh)
@@ -90,10 +76,7 @@ def _scan(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> Bu
         (held, *_), (words, kept) = jax.lax.scan(word, start, None, 4)
         return held, (words, kept)
 
-    batch = {
-        "tokens": abstract(case.mesh, case.place("batch") or P(), (rows, 1)),
-        "at": abstract(case.mesh, P(), ()),
-    }
+    batch = {"tokens": abstract(case.mesh, case.place("batch") or P(), (rows, 1)), "at": abstract(case.mesh, P(), ())}
     return serving_step(case, decode, plan, cached, batch, 1)
 
 
@@ -209,9 +192,7 @@ def _int8(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> Bu
 
         layers = weights["layers"]
         if case.has("all layers are dequantized before the scan"):
-            whole = {
-                n: layers[n]["q8"].astype(x.dtype) * layers[n]["scale"][:, None] for n in _KERNELS
-            }
+            whole = {n: layers[n]["q8"].astype(x.dtype) * layers[n]["scale"][:, None] for n in _KERNELS}
             layers = {**layers, **{name: {"w": w} for name, w in whole.items()}}
         x, (k, v, states) = jax.lax.scan(layer, x, (layers, cache["k"], cache["v"]))
         x = x if told == "scores" else x[:, -1:]
@@ -307,9 +288,7 @@ def _chunk(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> B
     ]
     plan = sr.plan({**tables, "layers": stacked(layers, kernels, "bfloat16")}, rules, case.mesh)
     shape = (layers, groups, slots * pages, page, keys, size)
-    cache = sr.plan(
-        arrays(dict.fromkeys("kv", shape), "bfloat16"), [("", case.place("cache"))], case.mesh
-    )
+    cache = sr.plan(arrays(dict.fromkeys("kv", shape), "bfloat16"), [("", case.place("cache"))], case.mesh)
 
     def attend(q: Any, k: Any, v: Any, start: Any) -> Any:
         """Attend from a chunk that begins at start to all of a slot's pages."""

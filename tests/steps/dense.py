@@ -13,15 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
 import shardrules as sr
-from tests.steps.blocks import (
-    attend,
-    attention,
-    block,
-    causal,
-    decoder,
-    perceptron,
-    rms_norm,
-)
+from tests.steps.blocks import attend, attention, block, causal, decoder, perceptron, rms_norm
 from tests.steps.model import Case, Fault, Model, arrays, slips, stacked
 from tests.steps.score import Step
 
@@ -224,10 +216,7 @@ def _explicit_loss(case: Case, params: Any, batch: Any) -> Any:
 
     def attend(y: Any, w: Any) -> Any:
         q, k, v = (
-            jnp.einsum(
-                "btd,dhk->bthk", y, reshard(w[n], P(*columns, None)), out_sharding=place("heads")
-            )
-            for n in "qkv"
+            jnp.einsum("btd,dhk->bthk", y, reshard(w[n], P(*columns, None)), out_sharding=place("heads")) for n in "qkv"
         )
         scores = jnp.einsum("bthk,bshk->bhts", q, k) * q.shape[-1] ** -0.5
         scores = jax.nn.softmax(jnp.where(causal(q.shape[1]), scores, -1e9))
@@ -258,9 +247,7 @@ def _explicit_loss(case: Case, params: Any, batch: Any) -> Any:
     return value, {"logits": scores, "states": kept, "means": kept}
 
 
-def _explicit_gradients(
-    case: Case, plan: sr.Plan, differentiate: Any, params: Any, batch: Any
-) -> Any:
+def _explicit_gradients(case: Case, plan: sr.Plan, differentiate: Any, params: Any, batch: Any) -> Any:
     values, grads = differentiate(params, batch)
     if case.has("gradients are resharded to be whole"):
         grads = jax.tree.map(lambda g: reshard(g, P()), grads)
@@ -456,9 +443,7 @@ def _ring(case: Case, q: Any, k: Any, v: Any) -> Any:
         (_, _, mixed, _, total), _ = jax.lax.scan(case.recomputed(turn), start, jnp.arange(4))
         return (mixed / total).swapaxes(1, 2)
 
-    return jax.shard_map(
-        local, mesh=case.mesh, in_specs=(specs,) * 3, out_specs=specs, check_vma=False
-    )(q, k, v)
+    return jax.shard_map(local, mesh=case.mesh, in_specs=(specs,) * 3, out_specs=specs, check_vma=False)(q, k, v)
 
 
 def _ring_loss(case: Case, params: Any, batch: Any) -> Any:
@@ -470,11 +455,7 @@ _TURNS: Final = P("fsdp", "sp")
 _RING: Final = Model(
     mesh={"fsdp": 2, "sp": 4},
     shapes=_ring_shapes,
-    rules=[
-        ("norm", P()),
-        ("/o$", P(None, None, None, ("fsdp", "sp"))),
-        ("", P(None, ("fsdp", "sp"))),
-    ],
+    rules=[("norm", P()), ("/o$", P(None, None, None, ("fsdp", "sp"))), ("", P(None, ("fsdp", "sp")))],
     places={
         **dict.fromkeys(("batch", "residual", "heads", "hidden", "logits", "ring"), _TURNS),
         **dict.fromkeys(("table", "head"), P()),

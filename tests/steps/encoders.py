@@ -113,10 +113,7 @@ _ENCODER: Final = Model(
         **dict.fromkeys(("heads", "hidden", "logits"), _PARTS),
         "table": P("tp"),
     },
-    batch={
-        **dict.fromkeys(("tokens", "segments"), (32, 128)),
-        **dict.fromkeys(("where", "answers"), (32, _HOLES)),
-    },
+    batch={**dict.fromkeys(("tokens", "segments"), (32, 128)), **dict.fromkeys(("where", "answers"), (32, _HOLES))},
     loss=_bert_loss,
     optimizer=lambda case, plan: optax.adamw(1e-4),
 )

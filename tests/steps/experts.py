@@ -128,11 +128,7 @@ _EINSUM: Final = Model(
     batch=dict.fromkeys(("tokens", "targets"), (64, 64)),
     loss=partial(_loss, _by_einsum),
 )
-_EXCHANGED: Final = replace(
-    _EINSUM,
-    places={**_EINSUM.places, "sent": P(_BATCH)},
-    loss=partial(_loss, _by_exchange),
-)
+_EXCHANGED: Final = replace(_EINSUM, places={**_EINSUM.places, "sent": P(_BATCH)}, loss=partial(_loss, _by_exchange))
 _FAULTS: Final[dict[str, Fault]] = {
     **slips("not donated", "no remat"),
     "the residual is whole": {"residual": P()},
@@ -171,9 +167,7 @@ _EINSUM_FAULTS: Final[dict[str, Fault]] = {
     "experts are gathered over ep": {"experts": P(None, "fsdp")},
     "logits are returned": {"told": "logits"},
     **_FAULTS,
-    "the batch is cut over fsdp alone": dict.fromkeys(
-        ("residual", "combined", "routed", "batch", "logits"), P("fsdp")
-    ),
+    "the batch is cut over fsdp alone": dict.fromkeys(("residual", "combined", "routed", "batch", "logits"), P("fsdp")),
 }
 _EXCHANGED_FAULTS: Final[dict[str, Fault]] = {
     **slips(
@@ -292,9 +286,7 @@ def _replicas(case: Case, plan: sr.Plan, differentiate: Any, params: Any, batch:
         return jax.lax.pmean(value, "data"), grads, kept
 
     out = (P(), P(), P(None, "data"))
-    mapped = jax.shard_map(
-        accumulate, in_specs=(P(), P("data")), out_specs=out, axis_names={"data"}
-    )
+    mapped = jax.shard_map(accumulate, in_specs=(P(), P("data")), out_specs=out, axis_names={"data"})
     value, grads, kept = mapped(params, batch)
     return (value, kept), grads
 

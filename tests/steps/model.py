@@ -23,18 +23,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from tests.steps.score import Built
 
-__all__ = [
-    "Case",
-    "Fault",
-    "Model",
-    "abstract",
-    "arrays",
-    "case_of",
-    "free",
-    "serving_step",
-    "slips",
-    "stacked",
-]
+__all__ = ["Case", "Fault", "Model", "abstract", "arrays", "case_of", "free", "serving_step", "slips", "stacked"]
 
 Fault = Mapping[str, Any]
 """Constraints by name; beside them "rules", "wrong" (slips), and "told" (what is returned)."""
@@ -121,9 +110,7 @@ class Model:
     """Shapes of integers, or shapes and dtypes."""
     loss: Callable[..., tuple[Any, Mapping[str, Any]]]
     """loss(case, params, batch, *constants), with what may be told beside it."""
-    optimizer: Callable[[Case, sr.Plan], optax.GradientTransformation] = lambda case, plan: (
-        optax.adamw(1e-3)
-    )
+    optimizer: Callable[[Case, sr.Plan], optax.GradientTransformation] = lambda case, plan: optax.adamw(1e-3)
     gradients: Callable[..., Any] = lambda case, plan, value_and_grad, *args: value_and_grad(*args)
     constants: Callable[[Case, Rules], tuple[sr.Plan, ...]] = lambda case, rules: ()
     """Plans of arguments that are not trained."""
@@ -207,9 +194,7 @@ def case_of(
 def arrays(tree: Any, dtype: Any = "float32") -> Any:
     """Return abstract arrays, for shapes."""
     return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, dtype),
-        tree,
-        is_leaf=lambda node: isinstance(node, tuple),
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype), tree, is_leaf=lambda node: isinstance(node, tuple)
     )
 
 
@@ -288,12 +273,7 @@ def _training_step(
 
 
 def serving_step(
-    case: Case,
-    step: Callable[..., Any],
-    weights: sr.Plan,
-    cache: sr.Plan,
-    batch: Any,
-    results: int,
+    case: Case, step: Callable[..., Any], weights: sr.Plan, cache: sr.Plan, batch: Any, results: int
 ) -> Built:
     """Compile step(weights, cache, batch) -> (cache, and other results)."""
     rest = (None,) * results

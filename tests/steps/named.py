@@ -116,9 +116,7 @@ def _equinox(wrong: str = "", rules: Any = (), told: str = "", **places: Any) ->
         x = case.cut(case.cut(model.table, "table")[batch["tokens"]], "residual")
         dynamic, static = eqx.partition(model.layers, eqx.is_array)
         layer = partial(_equinox_layer, case, static)
-        x, _ = jax.lax.scan(
-            layer if case.has("no remat") else eqx.filter_checkpoint(layer), x, dynamic
-        )
+        x, _ = jax.lax.scan(layer if case.has("no remat") else eqx.filter_checkpoint(layer), x, dynamic)
         scores = case.cut(jnp.einsum("btd,vd->btv", x, model.head.weight), "logits")
         kept = {"logits": scores}
         if told == "gathered":
@@ -160,7 +158,7 @@ _EQUINOX_FAULTS: Final[dict[str, Fault]] = {
     "logits are whole over the batch": {"logits": P(None, None, "tp")},
     "the table is gathered": {"table": P()},
     "kernels are planned as those of flax, transposed": {
-        "rules": [("qkv|up", P(None, "fsdp", "tp")), ("/o/|down", P(None, "tp", "fsdp"))],
+        "rules": [("qkv|up", P(None, "fsdp", "tp")), ("/o/|down", P(None, "tp", "fsdp"))]
     },
     "rows are planned as columns": {"rules": [("/o/|down", P(None, "tp", "fsdp"))]},
     "kernels are gathered over tp": {"kernels": P()},
@@ -360,9 +358,7 @@ class _Linen(nn.Module):
         if name := named("the table and what is looked up have"):
             x = name(embed.embedding, ("vocab", "features"))[tokens]
             x = name(x, ("batch", "length", "features"))
-        block: Any = (
-            _LinenLayer if case.has("no remat") else nn.remat(_LinenLayer, prevent_cse=False)
-        )
+        block: Any = _LinenLayer if case.has("no remat") else nn.remat(_LinenLayer, prevent_cse=False)
         x, _ = nn.scan(
             block,
             variable_axes={"params": 0},
@@ -387,10 +383,7 @@ def _linen_rules(edits: Any) -> list[tuple[str, P]]:
     names = nn.get_partition_spec(_boxed(case))
     specs = nn.logical_to_mesh(names, list({**_LOGICAL, **dict(edits)}.items()))
     leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda x: isinstance(x, P))
-    return [
-        (f"^{jax.tree_util.keystr(path, simple=True, separator='/')}$", spec)
-        for path, spec in leaves
-    ]
+    return [(f"^{jax.tree_util.keystr(path, simple=True, separator='/')}$", spec) for path, spec in leaves]
 
 
 def _axes(case: Case, right: Any) -> dict[str, Any]:
@@ -453,9 +446,7 @@ def _dot(x: Any, y: Any, axis: Any) -> Any:
     contracted = axis if isinstance(axis, tuple) else (axis,)
     axes = list(dict.fromkeys((*x.axes, *y.axes)))
     kept = [a for a in axes if a not in contracted]
-    x_, y_, out = (
-        "".join(chr(97 + axes.index(a)) for a in part) for part in (x.axes, y.axes, kept)
-    )
+    x_, y_, out = ("".join(chr(97 + axes.index(a)) for a in part) for part in (x.axes, y.axes, kept))
     return hax.named(jnp.einsum(f"{x_},{y_}->{out}", x.array, y.array), kept)
 
 
@@ -474,9 +465,7 @@ def _haliax_shapes(case: Case) -> Any:
     layers |= {"up": (depth, embed, mlp), "down": (depth, mlp, embed), "scale": (depth, embed)}
     names = {"table": (vocab, embed), "head": (embed, vocab), "layers": layers}
     return jax.tree.map(
-        lambda axes: jax.eval_shape(lambda: hax.zeros(axes)),
-        names,
-        is_leaf=lambda node: isinstance(node, tuple),
+        lambda axes: jax.eval_shape(lambda: hax.zeros(axes)), names, is_leaf=lambda node: isinstance(node, tuple)
     )
 
 
@@ -501,10 +490,7 @@ def _haliax_loss(case: Case, params: Any, batch: Any) -> Any:
         if case.has("layers are gathered whole"):
             w = {name: shard_by(leaf, {}) for name, leaf in w.items()}
         y = x * hax.rsqrt(hax.mean(x * x, embed) + 1e-6) * w["scale"]
-        q, k, v = (
-            shard(_dot(y, w[n], axis=embed).rearrange((rows, pos, heads, size)), "heads")
-            for n in "qkv"
-        )
+        q, k, v = (shard(_dot(y, w[n], axis=embed).rearrange((rows, pos, heads, size)), "heads") for n in "qkv")
         k, v = k.rename({"pos": "keys"}), v.rename({"pos": "keys"})
         scores = _dot(q, k, axis=size).rearrange((rows, heads, pos, keys))
         allowed = hax.arange(keys).broadcast_axis(pos) <= hax.arange(pos)
@@ -536,11 +522,7 @@ _HALIAX: Final = Model(
     mesh={"fsdp": 4, "tp": 2},
     shapes=_haliax_shapes,
     rules=_haliax_rules,
-    places={
-        "batch": P("fsdp"),
-        "rows": "fsdp",
-        "sharded": ("lookup", "residual", "hidden", "heads", "logits"),
-    },
+    places={"batch": P("fsdp"), "rows": "fsdp", "sharded": ("lookup", "residual", "hidden", "heads", "logits")},
     batch=dict.fromkeys(("tokens", "targets"), (64, _LENGTH)),
     loss=_haliax_loss,
 )

@@ -94,9 +94,7 @@ class Row(NamedTuple):
     def costly(self) -> dict[str, Outcome]:
         """Faults that cost more than the clean step."""
         assert self.clean.cost, self.clean.error
-        return {
-            k: v for k, v in self.outcomes.items() if v.cost and v.cost.exceeds(self.clean.cost)
-        }
+        return {k: v for k, v in self.outcomes.items() if v.cost and v.cost.exceeds(self.clean.cost)}
 
     @property
     def reported(self) -> list[str]:
@@ -174,9 +172,7 @@ def steps(*groups: str) -> list[Step]:
         for module in pkgutil.iter_modules(package.__path__)
         if not module.name.startswith(("__", "test"))
     )
-    return [
-        step for module in modules for step in getattr(module, "STEPS", ()) if step.group in groups
-    ]
+    return [step for module in modules for step in getattr(module, "STEPS", ()) if step.group in groups]
 
 
 def _unwrapped(compiled: Any) -> Any:

@@ -162,14 +162,9 @@ def _towers(case: Case, params: Any, batch: Any) -> Any:
 _KERNELS: Final = {"up": (512, 2048), "down": (2048, 512), "out": (512, 128)}
 _TOWERS: Final = Model(
     mesh={"fsdp": 4, "tp": 2},
-    shapes=lambda case: arrays(
-        {f"{of}_{name}": shape for of in ("image", "text") for name, shape in _KERNELS.items()}
-    ),
+    shapes=lambda case: arrays({f"{of}_{name}": shape for of in ("image", "text") for name, shape in _KERNELS.items()}),
     rules=[("_up", _IN), ("_down", _OUT), ("_out", _ROWS)],
-    places={
-        "hidden": _IN,
-        **dict.fromkeys(("batch", "features", "embedding", "scores"), _ROWS),
-    },
+    places={"hidden": _IN, **dict.fromkeys(("batch", "features", "embedding", "scores"), _ROWS)},
     batch=dict.fromkeys(("images", "texts"), ((512, 512), "float32")),
     loss=_towers,
     optimizer=_adam,
@@ -196,16 +191,10 @@ def _recommender(case: Case, params: Any, batch: Any) -> Any:
 
 _RECOMMENDER: Final = Model(
     mesh={"fsdp": 4, "tp": 2},
-    shapes=lambda case: arrays(
-        {"bottom": (256, 128), "table": (8192, 128), "up": (417, 1024), "down": (1024, 128)}
-    ),
+    shapes=lambda case: arrays({"bottom": (256, 128), "table": (8192, 128), "up": (417, 1024), "down": (1024, 128)}),
     rules=[("bottom", _ROWS), ("table", P("tp")), ("up", P(None, "tp")), ("down", _OUT)],
     places={"hidden": _IN, **dict.fromkeys(("batch", "dense", "rows", "pairs", "guess"), _ROWS)},
-    batch={
-        "dense": ((512, 256), "float32"),
-        "numbers": (512, 16),
-        "clicks": ((512,), "float32"),
-    },
+    batch={"dense": ((512, 256), "float32"), "numbers": (512, 16), "clicks": ((512,), "float32")},
     loss=_recommender,
     optimizer=_adam,
 )
@@ -235,9 +224,7 @@ def _lstm(case: Case, params: Any, batch: Any) -> Any:
 
 _LSTM: Final = Model(
     mesh={"fsdp": 4, "tp": 2},
-    shapes=lambda case: arrays(
-        {"input": (256, 4, 512), "recurrent": (512, 4, 512), "head": (512, 1024)}
-    ),
+    shapes=lambda case: arrays({"input": (256, 4, 512), "recurrent": (512, 4, 512), "head": (512, 1024)}),
     rules=[("input|recurrent", _LAST), ("head", _IN)],
     places={
         "recurrent": P(None, None, "tp"),
@@ -289,11 +276,7 @@ _MIXER: Final = Model(
         ("down", P(None, "tp", "fsdp")),
         ("head", _IN),
     ],
-    places={
-        **dict.fromkeys(("mixed", "logits"), _IN),
-        **dict.fromkeys(("batch", "residual"), _ROWS),
-        "hidden": _LAST,
-    },
+    places={**dict.fromkeys(("mixed", "logits"), _IN), **dict.fromkeys(("batch", "residual"), _ROWS), "hidden": _LAST},
     batch={"x": ((64, 64, 192), "float32")},
     loss=_mixer,
     optimizer=_adam,

@@ -35,9 +35,7 @@ def small() -> list[Step]:
 
 
 @pytest.mark.parametrize(
-    "step",
-    [step if step.name == "a mixer" else slow(step) for step in small()],
-    ids=lambda step: step.name,
+    "step", [step if step.name == "a mixer" else slow(step) for step in small()], ids=lambda step: step.name
 )
 def test_some_faults_of_steps_are_told(step):
     (row,) = score([step])
@@ -58,17 +56,11 @@ MISSED = {
         "adapters are sharded",
         "merged with adapters",
     },
-    "decoding with a KV cache": {
-        "keys are repeated for queries",
-        "the head is cut as that of a row",
-    },
+    "decoding with a KV cache": {"keys are repeated for queries", "the head is cut as that of a row"},
     "experts that exchange tokens in shard_map": {"outputs are summed again"},
     "linen with logical axes": {"the sequence is cut over tp, and heads too"},
     "nnx with its own jit": {"parameters are gathered for a penalty"},
-    "a pipeline in shard_map": {
-        "activations are sent by a sum",
-        "outputs are summed in every tick",
-    },
+    "a pipeline in shard_map": {"activations are sent by a sum", "outputs are summed in every tick"},
     "attention by a ring": {
         "keys and values are gathered",
         "attention without a ring",

@@ -18,12 +18,7 @@ from tests.steps.score import Step
 __all__ = ["STEPS"]
 
 _WIDTH: Final = 256
-_KERNELS: Final = {
-    "qkv": (_WIDTH, 3 * _WIDTH),
-    "o": (_WIDTH, _WIDTH),
-    "up": (_WIDTH, 1024),
-    "down": (1024, _WIDTH),
-}
+_KERNELS: Final = {"qkv": (_WIDTH, 3 * _WIDTH), "o": (_WIDTH, _WIDTH), "up": (_WIDTH, 1024), "down": (1024, _WIDTH)}
 _TABLES: Final = {"embed": (1024, _WIDTH), "head": (_WIDTH, 1024)}
 _BATCH: Final = dict.fromkeys(("tokens", "targets"), (64, 64))
 
@@ -39,8 +34,7 @@ def _thirds(qkv: Any) -> tuple[Any, ...]:
 def _adapters(case: Case) -> Any:
     """Return adapters of rank 16."""
     shapes: dict[str, Any] = {
-        name: {"a": (3, rows, 16), "b": (3, 16, columns)}
-        for name, (rows, columns) in _KERNELS.items()
+        name: {"a": (3, rows, 16), "b": (3, 16, columns)} for name, (rows, columns) in _KERNELS.items()
     }
     if case.has("all kernels are trained too"):
         shapes["kernels"] = {name: (3, *shape) for name, shape in _KERNELS.items()}
@@ -73,9 +67,7 @@ def _lora_loss(case: Case, adapters: Any, batch: Any, frozen: Any) -> Any:
     layers = case.cut_all(frozen["layers"], "stack")
     if case.has("the base is dequantized whole before the loop"):
         whole = {n: w["q8"].astype("float32") * w["scale"][:, None] for n, w in layers.items()}
-        layers = {
-            n: {"q8": whole[n], "scale": jnp.ones_like(w["scale"])} for n, w in layers.items()
-        }
+        layers = {n: {"q8": whole[n], "scale": jnp.ones_like(w["scale"])} for n, w in layers.items()}
     if "kernels" in adapters:
         layers = {n: {**w, "q8": w["q8"] + adapters["kernels"][n]} for n, w in layers.items()}
 
@@ -246,10 +238,7 @@ _MUON_FAULTS: Final[dict[str, Fault]] = {
 def _pipeline_shapes(case: Case) -> Any:
     width, inner, words = 256, 512, 512
     layer = {"up": (width, inner), "down": (inner, width), "norm": (width,)}
-    return {
-        **arrays({"embed": (words, width), "head": (width, words)}),
-        "layers": stacked(8, layer),
-    }
+    return {**arrays({"embed": (words, width), "head": (width, words)}), "layers": stacked(8, layer)}
 
 
 def _stages(case: Case, w: Any, x: Any) -> Any:

@@ -43,11 +43,7 @@ class _Conv(nn.Module):
             return jax.lax.conv_general_dilated(x, kernel, *args, **kwargs)
 
         return nn.Conv(
-            self.features,
-            (self.size, self.size),
-            self.strides,
-            use_bias=False,
-            conv_general_dilated=gathered,
+            self.features, (self.size, self.size), self.strides, use_bias=False, conv_general_dilated=gathered
         )(x)
 
 
@@ -138,10 +134,7 @@ _DIFFUSION: Final = Model(
         "rows": P(None, None, "tp"),
         "keys": P(_BATCH, None, "tp"),
     },
-    batch={
-        "images": ((32, 32, 32, 4), "float32"),
-        "key": ((), jax.eval_shape(lambda: jax.random.key(0)).dtype),
-    },
+    batch={"images": ((32, 32, 32, 4), "float32"), "key": ((), jax.eval_shape(lambda: jax.random.key(0)).dtype)},
     loss=_unet_loss,
     optimizer=lambda case, plan: optax.adamw(1e-4),
     is_averaged=True,
@@ -255,10 +248,7 @@ _CLASSIFIER: Final = Model(
         ("patches/kernel", P(None, None, None, "data")),
         ("head$", P("data")),
     ],
-    places={
-        **dict.fromkeys(("batch", "tokens", "heads", "joined", "logits"), P("data")),
-        "head": P(),
-    },
+    places={**dict.fromkeys(("batch", "tokens", "heads", "joined", "logits"), P("data")), "head": P()},
     batch={"images": ((64, 32, 32, 3), "float32"), "labels": (64,)},
     loss=_vit_loss,
     optimizer=lambda case, plan: optax.adam(1e-3),

@@ -95,16 +95,11 @@ class TestHeads:
         assert roles["MultiHeadAttention_0/kv_einsum/w"] == ["fused", "heads", "residual", "head"]
         assert roles["mlp/gating_einsum/w"] == ["fused", "residual", "hidden"]
 
-    @pytest.mark.parametrize(
-        ("tp", "keys"), [(2, (None, "tp")), (4, (None, "tp")), (8, (None, "tp")), (16, ())]
-    )
+    @pytest.mark.parametrize(("tp", "keys"), [(2, (None, "tp")), (4, (None, "tp")), (8, (None, "tp")), (16, ())])
     def test_heads_of_keys_are_cut_where_they_divide_and_whole_elsewhere(self, tp, keys):
         tree = multi_head(32, width=4096, size=128)
         for layer in tree["layers"].values():
-            layer["MultiHeadAttention_0"] |= {
-                "key": kernel(4096, 8, 128),
-                "value": kernel(4096, 8, 128),
-            }
+            layer["MultiHeadAttention_0"] |= {"key": kernel(4096, 8, 128), "value": kernel(4096, 8, 128)}
         found = sr.suggest(tree, {"tp": tp})
         for name in ("key", "value"):
             assert (by_name(found, f"layers/0/MultiHeadAttention_0/{name}/kernel")) == keys
@@ -115,12 +110,8 @@ class TestHeads:
         ("tp", "head_dim", "is_cut"),
         [(8, None, True), (16, None, False), (16, 64, True), (8, 256, False), (16, 128, False)],
     )
-    def test_flat_heads_of_keys_are_not_halved_even_if_nothing_tells_their_size(
-        self, tp, head_dim, is_cut
-    ):
-        found = sr.suggest(
-            models.llama(width=8192, hidden=28672), {"fsdp": 4, "tp": tp}, head_dim=head_dim
-        )
+    def test_flat_heads_of_keys_are_not_halved_even_if_nothing_tells_their_size(self, tp, head_dim, is_cut):
+        found = sr.suggest(models.llama(width=8192, hidden=28672), {"fsdp": 4, "tp": tp}, head_dim=head_dim)
         spec = by_name(found, "model/layers/0/self_attn/k_proj/kernel")
         assert spec == (("fsdp", "tp") if is_cut else ("fsdp",))
         # Nothing is said about heads whose size is a guess.
@@ -137,9 +128,7 @@ class TestExperts:
     def test_experts_that_no_name_tells_are_cut_by_their_axis(self, mesh):
         found = sr.suggest(gpt_oss(), mesh)
         experts = {
-            path: found.plan.kind(path).spec
-            for path in found.plan.paths
-            if "Mlp" in path and "gate" not in path
+            path: found.plan.kind(path).spec for path in found.plan.paths if "Mlp" in path and "gate" not in path
         }
         assert len(experts) == 12
         assert all(spec[0] == "ep" for spec in experts.values())
@@ -147,9 +136,7 @@ class TestExperts:
 
     def test_routers_are_whole_over_tensor_axes(self):
         found = sr.suggest(gpt_oss(), {"fsdp": 4, "tp": 4})
-        spec = next(
-            by_name(found, path) for path in found.plan.paths if "gate" in path and "kernel" in path
-        )
+        spec = next(by_name(found, path) for path in found.plan.paths if "gate" in path and "kernel" in path)
         assert spec == ("fsdp",)
         assert not found.warnings
 
@@ -159,10 +146,7 @@ class TestExperts:
             "kv_a_proj_with_mqa": kernel(4096, 576), "kv_b_proj": kernel(512, 16384),
             "o_proj": kernel(8192, 4096), "q_a_layernorm": {"scale": array(1536)},
         }  # fmt: skip
-        layer = {
-            "self_attn": attention,
-            "mlp": {"up_proj": kernel(4096, 11008), "down_proj": kernel(11008, 4096)},
-        }
+        layer = {"self_attn": attention, "mlp": {"up_proj": kernel(4096, 11008), "down_proj": kernel(11008, 4096)}}
         tree = {"embed": {"embedding": array(32000, 4096)}, "layers": models.layers(4, layer)}
         found = sr.suggest(tree, {"fsdp": 4, "tp": 8})
         assert specs(found)["self_attn/(q_a_proj|kv_a_proj_with_mqa)/kernel"] == ("fsdp",)
@@ -176,13 +160,8 @@ class TestExperts:
 
 class TestFollowing:
     def test_biases_follow_the_columns_of_their_kernels(self):
-        dense = {
-            "fc1": models.weight(4096, 1024, bias=4096),
-            "fc2": models.weight(1024, 4096, bias=1024),
-        }
-        attention = {
-            name: models.weight(1024, 1024, bias=1024) for name in ("query", "key", "value", "out")
-        }
+        dense = {"fc1": models.weight(4096, 1024, bias=4096), "fc2": models.weight(1024, 4096, bias=1024)}
+        attention = {name: models.weight(1024, 1024, bias=1024) for name in ("query", "key", "value", "out")}
         layer = {"attention": attention, "mlp": dense, "norm": models.weight(1024, bias=1024)}
         tree = {"embed": models.weight(50265, 1024), "layers": models.layers(24, layer)}
         found = sr.suggest(tree, {"fsdp": 2, "tp": 4})
@@ -194,12 +173,7 @@ class TestFollowing:
 
     def test_biases_with_heads_and_of_experts_follow_them(self):
         found = sr.suggest(gpt_oss(), {"fsdp": 2, "tp": 4, "ep": 2})
-        ends = {
-            "query/bias": ("tp",),
-            "key/bias": ("tp",),
-            "wi_0_bias": ("ep", None, "tp"),
-            "out/bias": (),
-        }
+        ends = {"query/bias": ("tp",), "key/bias": ("tp",), "wi_0_bias": ("ep", None, "tp"), "out/bias": ()}
         for end, spec in ends.items():
             path = next(path for path in found.plan.paths if path.endswith(end))
             assert by_name(found, path) == spec
@@ -209,18 +183,12 @@ class TestFollowing:
             "gate_up_proj_blocks": array(32, 5760, 90, 16), "gate_up_proj_scales": array(32, 5760, 90),
             "down_proj_blocks": array(32, 2880, 90, 16), "down_proj_scales": array(32, 2880, 90),
         }  # fmt: skip
-        layer = {
-            "mlp": {"experts": experts, "router": models.weight(32, 2880)},
-            "norm": models.weight(2880),
-        }
+        layer = {"mlp": {"experts": experts, "router": models.weight(32, 2880)}, "norm": models.weight(2880)}
         tree = {"embed": models.weight(201088, 2880), "layers": models.layers(4, layer)}
         for mesh in ({"fsdp": 4, "tp": 4}, {"fsdp": 2, "ep": 8}, {"tp": 8}):
             found = sr.suggest(tree, mesh)
             for name in ("gate_up_proj", "down_proj"):
-                blocks, scales = (
-                    (by_name(found, f"layers/0/mlp/experts/{name}_{of}"))
-                    for of in ("blocks", "scales")
-                )
+                blocks, scales = ((by_name(found, f"layers/0/mlp/experts/{name}_{of}")) for of in ("blocks", "scales"))
                 for size, of_blocks, of_scales in zip((32, 5760, 90), blocks, scales, strict=False):
                     assert {*entry_axes(of_blocks)} <= {*entry_axes(of_scales)}, (mesh, size)
 
@@ -229,10 +197,7 @@ def test_a_rule_says_one_thing_of_its_dimensions():
     # By fsdp alone, out and query have one spec: once it is heads, once the residual stream.
     tree = multi_head(6144, width=6144, size=2)
     for layer in tree["layers"].values():
-        layer["MultiHeadAttention_0"] |= {
-            "key": kernel(6144, 8, 128),
-            "value": kernel(6144, 8, 128),
-        }
+        layer["MultiHeadAttention_0"] |= {"key": kernel(6144, 8, 128), "value": kernel(6144, 8, 128)}
     found = sr.suggest(tree, {"fsdp": 8, "tp": 4})
     for reason in found.reasons:
         rows = found.plan.rule == reason.rule
@@ -240,6 +205,4 @@ def test_a_rule_says_one_thing_of_its_dimensions():
         cut = {tuple((dim.role, dim.axes) for dim in reason.dims if dim.axes)}
         assert len(cut) == 1
         assert len({len(shape) for shape in shapes}) == 1
-    assert not any(
-        "|out" in str(one.pattern) or "out|" in str(one.pattern) for one in found.reasons
-    )
+    assert not any("|out" in str(one.pattern) or "out|" in str(one.pattern) for one in found.reasons)

@@ -53,10 +53,7 @@ class TestModels:
         assert found.unknown == ()
 
     def test_names_do_not_matter_where_shapes_tell(self):
-        tree = {
-            f"b{i}": {"x": models.kernel(64, 256), "y": models.kernel(256, 64), "z": array(64)}
-            for i in range(8)
-        }
+        tree = {f"b{i}": {"x": models.kernel(64, 256), "y": models.kernel(256, 64), "z": array(64)} for i in range(8)}
         tree |= {"first": models.kernel(1000, 64), "last": {"z": array(64)}}
         found = specs(sr.suggest(tree, MESH))
         assert found["x/kernel"] == ("fsdp", "tp")
@@ -122,8 +119,7 @@ class TestModels:
 
 class TestHeads:
     @pytest.mark.parametrize(
-        ("given", "model"),
-        [({"head_dim": 128}, models.llama()), ({}, models.llama(head_norm=128))],
+        ("given", "model"), [({"head_dim": 128}, models.llama()), ({}, models.llama(head_norm=128))]
     )
     def test_heads_are_not_cut_apart(self, given, model):
         # 8 heads of keys do not go on 16 devices: these are whole, and no sum is sent for them.
@@ -143,10 +139,7 @@ class TestHeads:
 class TestWords:
     def test_the_same_words_with_other_numbers_may_have_other_specs(self):
         tree = {
-            "layers": {
-                str(i): {"up": models.kernel(64, 250 if i == 3 else 256), "norm": array(64)}
-                for i in range(12)
-            }
+            "layers": {str(i): {"up": models.kernel(64, 250 if i == 3 else 256), "norm": array(64)} for i in range(12)}
         }
         found = sr.suggest(tree, {"tp": 4})
         assert list(specs(found).items())[:2] == [
@@ -157,10 +150,7 @@ class TestWords:
         assert [one.kind for one in findings.at_least("warning")] == []
 
     def test_numbers_in_names_are_names_unless_they_count_many(self):
-        tree = {
-            f"block_{i}": {"w1": models.kernel(64, 64), "w2": models.kernel(64, 64)}
-            for i in range(9)
-        }
+        tree = {f"block_{i}": {"w1": models.kernel(64, 64), "w2": models.kernel(64, 64)} for i in range(9)}
         found = sr.suggest(tree, {"tp": 4})
         assert specs(found) == {"w1/kernel": (None, "tp"), "w2/kernel": ("tp",)}
 
@@ -198,17 +188,13 @@ class TestWords:
         tree = {f"n{i:x}x{i:o}": array(64, 64) for i in range(100000, 105000)}
         names = random.Random(0)
         tree = {f"{names.getrandbits(64):x}": array(64, 64) for _ in tree}
-        with pytest.raises(
-            ValueError, match=r"paths that differ not only in numbers.*fsdp\(axis\)"
-        ):
+        with pytest.raises(ValueError, match=r"paths that differ not only in numbers.*fsdp\(axis\)"):
             sr.suggest(tree, MESH)
 
     def test_names_that_have_nothing_in_common_are_refused(self):
         names = random.Random(0)
         tree = {f"{names.getrandbits(64):x}": array(64, 64) for _ in range(200)}
-        with pytest.raises(
-            ValueError, match=r"200 paths, such as .* too many names for rules.*fsdp\(axis\)"
-        ):
+        with pytest.raises(ValueError, match=r"200 paths, such as .* too many names for rules.*fsdp\(axis\)"):
             sr.suggest(tree, MESH, dialect=sr.dialects.KERAS)
 
     @pytest.mark.parametrize(
@@ -320,11 +306,7 @@ class TestSuggestion:
         plan = sr.plan(models.llama(head_norm=128), read.rules, {"dp": 2, **MESH})
         assert not plan.check(**read.declared).at_least("warning")
 
-    @pytest.mark.parametrize(
-        "dialect",
-        [sr.dialects.EFORMER, sr.dialects.KEYSTR],
-        ids=lambda one: one.name,
-    )
+    @pytest.mark.parametrize("dialect", [sr.dialects.EFORMER, sr.dialects.KEYSTR], ids=lambda one: one.name)
     def test_python_makes_the_same_rules(self, dialect):
         found = sr.suggest(models.llama(head_norm=128), MESH, dialect=dialect)
         made = {}
@@ -349,9 +331,7 @@ class TestSuggestion:
 
     def test_hostile_axes_stay_text_in_python(self):
         quote, command = 'a"b', "##[x]\x1b'"
-        found = sr.suggest(
-            {"kernel": array(64, 256), "proj": array(256, 64)}, {quote: 2, command: 2}
-        )
+        found = sr.suggest({"kernel": array(64, 256), "proj": array(256, 64)}, {quote: 2, command: 2})
         text = found.to_python()
         assert "##[" not in text
         assert all(line.isprintable() for line in text.splitlines())
@@ -380,9 +360,7 @@ def hostile_tree(choose, depth):
             name.format(i): layer if choose.random() < 0.9 else hostile_tree(choose, depth - 1)
             for i in range(choose.randint(1, 12))
         }
-    return {
-        choose.choice(NAMES): hostile_tree(choose, depth - 1) for _ in range(choose.randint(1, 5))
-    }
+    return {choose.choice(NAMES): hostile_tree(choose, depth - 1) for _ in range(choose.randint(1, 5))}
 
 
 @pytest.mark.parametrize("seed", range(0, 120, 12))
@@ -421,9 +399,7 @@ class TestTraining:
         tree["model"]["embed_tokens"]["embedding"] = array(256, 64)
         tree["lm_head"]["kernel"] = array(64, 256)
         random = np.random.default_rng(0)
-        params = jax.tree.map(
-            lambda leaf: 0.1 * random.standard_normal(leaf.shape, dtype=np.float32), tree
-        )
+        params = jax.tree.map(lambda leaf: 0.1 * random.standard_normal(leaf.shape, dtype=np.float32), tree)
         tokens = random.integers(0, 256, (8, 16))
         batch = jax.sharding.NamedSharding(mesh, P("fsdp" if "fsdp" in sizes else None))
         found = sr.suggest(params, mesh)
@@ -476,10 +452,7 @@ class TestLogicalNames:
 
     @pytest.mark.parametrize(
         ("model", "more"),
-        [
-            (TREE, {"dialect": sr.dialects.LINEN}),
-            (sr.plan(TREE, sr.LogicalRules([]), MESH, names=NAMES), {}),
-        ],
+        [(TREE, {"dialect": sr.dialects.LINEN}), (sr.plan(TREE, sr.LogicalRules([]), MESH, names=NAMES), {})],
     )
     def test_a_table_is_refused_with_where_to_get_one(self, model, more):
         with pytest.raises(TypeError, match=r"libraries ship a table, such as MaxText's base\.yml"):
@@ -487,9 +460,7 @@ class TestLogicalNames:
 
     def test_boxes_get_rules_of_paths(self):
         spmd = pytest.importorskip("flax.linen.spmd")
-        boxes = {
-            path: spmd.LogicallyPartitioned(self.TREE[path], self.NAMES[path]) for path in self.TREE
-        }
+        boxes = {path: spmd.LogicallyPartitioned(self.TREE[path], self.NAMES[path]) for path in self.TREE}
         found = sr.suggest(boxes, MESH).rules
         assert found.dialect == sr.dialects.NNX
         assert list(found) == list(sr.suggest(self.TREE, MESH).rules)

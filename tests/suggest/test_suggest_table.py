@@ -29,17 +29,11 @@ def has_experts(model):
 
 
 ALL_CASES = [
-    (model, mesh)
-    for model in corpus.manifest_names()
-    for mesh in MESHES
-    if "ep" not in mesh or has_experts(model)
+    (model, mesh) for model in corpus.manifest_names() for mesh in MESHES if "ep" not in mesh or has_experts(model)
 ]
 # The models of 45,000 and more arrays take a second each.
 SMALL = [case for case in ALL_CASES if case[0] not in corpus.LARGEST]
-CASES = [
-    *some(SMALL, 6),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL_CASES if case not in SMALL),
-]
+CASES = [*some(SMALL, 6), *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL_CASES if case not in SMALL)]
 
 
 @cache
@@ -56,9 +50,7 @@ def least(model, mesh, *, spares=False):
     others = {axis: size for axis, size in axes.items() if axis != "tp"}
     plan = sr.plan(leaves(model), [], axes)
     spared = Counter(
-        int(kind)
-        for path, kind in zip(plan.paths, plan.kind_of, strict=True)
-        if spares and SPARED.search(path)
+        int(kind) for path, kind in zip(plan.paths, plan.kind_of, strict=True) if spares and SPARED.search(path)
     )
     counted = enumerate(zip(plan.kinds, plan.counts.tolist(), strict=True))
     return sum(

@@ -58,9 +58,7 @@ def modules() -> list[str]:
         "shardrules",
         *OFFERED,
         *sorted(
-            f"shardrules.compat.{m.name}"
-            for m in pkgutil.iter_modules(compat.__path__)
-            if not m.name.startswith("_")
+            f"shardrules.compat.{m.name}" for m in pkgutil.iter_modules(compat.__path__) if not m.name.startswith("_")
         ),
     ]
 
@@ -85,11 +83,7 @@ def _described(name: str, thing: object) -> Iterator[str]:
         # What a class inherits from outside of this package is not ours to promise.
         ours = [base for base in thing.__mro__ if base.__module__.startswith("shardrules")]
         members = {key: value for base in reversed(ours) for key, value in vars(base).items()}
-        fields = (
-            {f.name for f in dataclasses.fields(thing)}
-            if dataclasses.is_dataclass(thing)
-            else set()
-        )
+        fields = {f.name for f in dataclasses.fields(thing)} if dataclasses.is_dataclass(thing) else set()
         for member in sorted(members.keys() | fields):
             if not member.startswith("_"):
                 yield from _member(f"{name}.{member}", members.get(member))

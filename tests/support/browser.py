@@ -34,6 +34,4 @@ def metrics_of(page: Any) -> Callable[[], dict[str, float]]:
     """Asks for the page's metrics, in processor time of its main thread: a busy machine adds none."""
     session = page.context.new_cdp_session(page)
     session.send("Performance.enable", {"timeDomain": "threadTicks"})
-    return lambda: {
-        one["name"]: one["value"] for one in session.send("Performance.getMetrics")["metrics"]
-    }
+    return lambda: {one["name"]: one["value"] for one in session.send("Performance.getMetrics")["metrics"]}

@@ -19,9 +19,7 @@ _IN_PAGE = re.compile(r"(?<= writes this list\.\n\n).*?(?=\n## )", re.S)
 def written():
     """{file: its text, with the kinds as they are registered}."""
     names = "".join(f'    "{kind}",\n' for kind in KINDS)
-    sections = "\n".join(
-        f"### {kind}\n**{row.levels.capitalize()}**: {row.about}.\n" for kind, row in KINDS.items()
-    )
+    sections = "\n".join(f"### {kind}\n**{row.levels.capitalize()}**: {row.about}.\n" for kind, row in KINDS.items())
     return {
         LITERAL: _IN_LITERAL.sub(lambda _: names, LITERAL.read_text(encoding="utf-8"), 1),
         PAGE: _IN_PAGE.sub(lambda _: sections, PAGE.read_text(encoding="utf-8"), 1),

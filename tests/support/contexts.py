@@ -13,9 +13,7 @@ not_on_jax_0_7 = pytest.mark.skipif(
     jax.__version_info__ < (0, 8),
     reason="JAX 0.7 cannot: CPU programs with pinned_host, constraints where some axes are manual",
 )
-measures_memory = pytest.mark.skipif(
-    "asan" in os.environ.get("LD_PRELOAD", ""), reason="ASan keeps what is freed"
-)
+measures_memory = pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="ASan keeps what is freed")
 
 
 def pseudo_terminal() -> tuple[int, int]:

@@ -106,8 +106,7 @@ def rules(name: str) -> list[Rule]:
 def logical_rules(name: str) -> list[tuple[str, Any]]:
     """(logical name, mesh axes) pairs; in the file the mesh axes are a spec of one entry."""
     return [
-        (axis, None if mesh_axes is None else _spec(mesh_axes)[0])
-        for axis, mesh_axes in _rule_files()[name]["rules"]
+        (axis, None if mesh_axes is None else _spec(mesh_axes)[0]) for axis, mesh_axes in _rule_files()[name]["rules"]
     ]
 
 

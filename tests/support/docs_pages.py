@@ -139,9 +139,7 @@ def _run_python(page: str, block: Block, names: dict[str, Any]) -> str:
             if not isinstance(statement, ast.Expr):
                 exec(compile(ast.Module([statement], []), where, "exec", dont_inherit=True), names)
                 continue
-            value = eval(
-                compile(ast.Expression(statement.value), where, "eval", dont_inherit=True), names
-            )
+            value = eval(compile(ast.Expression(statement.value), where, "eval", dont_inherit=True), names)
             comment = _COMMENT.search(lines[(statement.end_lineno or 0) - 1])
             if comment:
                 _check_value(where, value, comment[1], names)

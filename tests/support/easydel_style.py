@@ -27,6 +27,4 @@ class Model:
             )
 
     def shard_and_gather_fns(self):
-        return make_shard_and_gather_fns(
-            jax.tree.map(lambda sharding: sharding.spec, self.shardings()), self.mesh
-        )
+        return make_shard_and_gather_fns(jax.tree.map(lambda sharding: sharding.spec, self.shardings()), self.mesh)

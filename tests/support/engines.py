@@ -28,15 +28,10 @@ NFA = {"memory_budget": 0}
 
 def searched(rules: Sequence[Rule], paths: Sequence[str]) -> list[int]:
     """`re`, rule by rule: what all others must say."""
-    return [
-        next((i for i, rule in enumerate(rules) if re.search(rule, path)), NO_RULE)
-        for path in paths
-    ]
+    return [next((i for i, rule in enumerate(rules) if re.search(rule, path)), NO_RULE) for path in paths]
 
 
-def first_match(
-    rules: Sequence[Rule], paths: Sequence[str], rounds: int = 1, **options: Any
-) -> list[int]:
+def first_match(rules: Sequence[Rule], paths: Sequence[str], rounds: int = 1, **options: Any) -> list[int]:
     compiled = _indexed(rules, **options)
 
     def choose() -> list[int]:
@@ -67,9 +62,7 @@ def flat_walk(rules: Sequence[Rule], paths: Sequence[str], rounds: int = 1) -> l
     return _repeated(choose, rounds)
 
 
-def nested_walk(
-    rules: Sequence[Rule], paths: Sequence[str], rounds: int = 1, **options: Any
-) -> list[int]:
+def nested_walk(rules: Sequence[Rule], paths: Sequence[str], rounds: int = 1, **options: Any) -> list[int]:
     """Paths of the same depth as one tree, of which the matcher reads key after key."""
     compiled = _with_catch_all(rules, **options)
     depths = {path.count("/") for path in paths}
@@ -120,9 +113,7 @@ def differences(rules: Sequence[Rule], paths: Sequence[str], **options: Any) -> 
     return found
 
 
-def reproducer(
-    rules: Sequence[Rule], call: str, answers: Mapping[str, object], options: Mapping[str, object]
-) -> str:
+def reproducer(rules: Sequence[Rule], call: str, answers: Mapping[str, object], options: Mapping[str, object]) -> str:
     """Source text of a call of `Rules` with these options, and what each engine answered."""
     shown_rules = ", ".join(f"({_shown(rule)}, {index})" for index, rule in enumerate(rules))
     shown_options = "".join(f", {name}={value}" for name, value in options.items())

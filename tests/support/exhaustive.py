@@ -16,17 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tests.support.engines import (
-    NFA,
-    NO_RULE,
-    Engine,
-    Outcome,
-    Rule,
-    differences,
-    first_match,
-    flat_walk,
-    reproducer,
-)
+from tests.support.engines import NFA, NO_RULE, Engine, Outcome, Rule, differences, first_match, flat_walk, reproducer
 from tests.support.random_patterns import compiles
 
 
@@ -161,9 +151,7 @@ def _or_none(rule: int) -> int | None:
 
 @cache
 def _texts(grammar: Grammar) -> list[str]:
-    characters = [
-        product(grammar.characters, repeat=length) for length in range(grammar.text_length + 1)
-    ]
+    characters = [product(grammar.characters, repeat=length) for length in range(grammar.text_length + 1)]
     return [grammar.lead + "".join(text) for text in chain.from_iterable(characters)]
 
 
@@ -191,19 +179,14 @@ def _branches(grammar: Grammar, size: int) -> list[str]:
     if size == 0:
         return [""]
     return [
-        item + rest
-        for n in range(1, size + 1)
-        for item in _items(grammar, n)
-        for rest in _branches(grammar, size - n)
+        item + rest for n in range(1, size + 1) for item in _items(grammar, n) for rest in _branches(grammar, size - n)
     ]
 
 
 @cache
 def _items(grammar: Grammar, size: int) -> list[str]:
     anchors = list(grammar.anchors) if size == 1 else []
-    repeated = [
-        item + repeat for item in _repeatable(grammar, size - 1) for repeat in grammar.repeats
-    ]
+    repeated = [item + repeat for item in _repeatable(grammar, size - 1) for repeat in grammar.repeats]
     return _repeatable(grammar, size) + anchors + repeated
 
 
@@ -212,6 +195,4 @@ def _repeatable(grammar: Grammar, size: int) -> list[str]:
     if size == 0:
         return []
     atoms = list(grammar.atoms) if size == 1 else []
-    return atoms + [
-        f"{group}{p})" for group in grammar.groups for p in _patterns(grammar, size - 1)
-    ]
+    return atoms + [f"{group}{p})" for group in grammar.groups for p in _patterns(grammar, size - 1)]

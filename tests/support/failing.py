@@ -303,9 +303,7 @@ PATTERNS = ["^keys.*q", r"t(?=/)", "(?i)É|x$", "p|q", ".*"]
 REGULAR = [pattern.replace("(?=/)", "$") for pattern in PATTERNS]
 
 
-def rule_set(
-    dialect: Any = EFORMER, memory_budget: int = 1 << 20, patterns: list[str] = PATTERNS
-) -> RuleSet:
+def rule_set(dialect: Any = EFORMER, memory_budget: int = 1 << 20, patterns: list[str] = PATTERNS) -> RuleSet:
     code = compile_patterns(patterns, dialect.match)
 
     def accepts(number, character):

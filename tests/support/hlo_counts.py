@@ -12,14 +12,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any, NamedTuple
 
-KINDS = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-permute",
-    "ragged-all-to-all",
-    "reduce-scatter",
-)
+KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter")
 _BITS = {
     **dict.fromkeys(("pred", "s8", "u8"), 8),
     **dict.fromkeys(("s16", "u16", "bf16", "f16"), 16),
@@ -86,9 +79,7 @@ def _line(row: str) -> tuple[bool, Line]:
     closed = _closing(value, opened)
     inside = value[opened + 1 : closed]
     opcode = value[end:opened].strip()
-    return is_root, Line(
-        name[1:], value[:end], opcode, tuple(_NAME.findall(inside)), inside, value[closed + 1 :]
-    )
+    return is_root, Line(name[1:], value[:end], opcode, tuple(_NAME.findall(inside)), inside, value[closed + 1 :])
 
 
 def _closing(text: str, opened: int) -> int:
@@ -102,10 +93,7 @@ def _closing(text: str, opened: int) -> int:
 
 def size(shape: str) -> int:
     """Bytes of the arrays of a shape, without padding."""
-    return sum(
-        prod(int(n) for n in dims.split(",") if n) * _BITS[dtype] // 8
-        for dtype, dims in _ARRAY.findall(shape)
-    )
+    return sum(prod(int(n) for n in dims.split(",") if n) * _BITS[dtype] // 8 for dtype, dims in _ARRAY.findall(shape))
 
 
 def trips(module: Module, computation: Computation, loop: Line) -> int | None:
@@ -132,9 +120,7 @@ def trips(module: Module, computation: Computation, loop: Line) -> int | None:
     return -(-(int(bound.literal) - int(first.literal)) // int(step.literal))
 
 
-def _calls(
-    module: Module, computation: Computation
-) -> Iterator[tuple[str, int | None, bool, Line]]:
+def _calls(module: Module, computation: Computation) -> Iterator[tuple[str, int | None, bool, Line]]:
     """Called computations whose instructions are executed: name, how often, if in a branch."""
     for line in computation.values():
         if line.opcode == "while":

@@ -17,9 +17,7 @@ HOSTILE: Final = (
 )  # fmt: skip
 CONTROLS: Final = re.compile(r"\x1b\[[0-9;]*m")  # the colours of our own tables
 COMMANDS: Final = re.compile(r"^\s*::|##[\w.-]*\[", re.M)
-ANNOTATION: Final = re.compile(
-    r"::(error|warning|notice) (file=[^:,]*,(line=[0-9]+,)?)?title=shardrules [a-z-]+::"
-)
+ANNOTATION: Final = re.compile(r"::(error|warning|notice) (file=[^:,]*,(line=[0-9]+,)?)?title=shardrules [a-z-]+::")
 
 
 def assert_safe(text: str, *, is_github: bool = False) -> None:

@@ -78,11 +78,7 @@ def mamba(width: int = 2560, depth: int = 4) -> dict[str, Any]:
     }
     layer = {"mixer": mixer, "norm": weight(width)}
     return {
-        "backbone": {
-            "embedding": weight(50280, width),
-            "layers": layers(depth, layer),
-            "norm_f": weight(width),
-        },
+        "backbone": {"embedding": weight(50280, width), "layers": layers(depth, layer), "norm_f": weight(width)},
         "lm_head": weight(50280, width),
     }
 
@@ -95,10 +91,7 @@ def gemma(depth: int = 42) -> dict[str, Any]:
             "kv_einsum": {"w": array(2, 8, 3584, 256)},
             "attn_vec_einsum": {"w": array(16, 256, 3584)},
         },
-        "mlp": {
-            "gating_einsum": {"w": array(2, 3584, 14336)},
-            "linear": {"w": array(14336, 3584)},
-        },
+        "mlp": {"gating_einsum": {"w": array(2, 3584, 14336)}, "linear": {"w": array(14336, 3584)}},
         "pre_attention_norm": {"scale": array(3584)},
     }
     return {
@@ -113,14 +106,8 @@ def gemma(depth: int = 42) -> dict[str, Any]:
 def diffusion_transformer(width: int = 1152) -> dict[str, Any]:
     """facebookresearch/DiT, DiT-XL/2."""
     block = {
-        "attn": {
-            "qkv": weight(3 * width, width, bias=3 * width),
-            "proj": weight(width, width, bias=width),
-        },
-        "mlp": {
-            "fc1": weight(4 * width, width, bias=4 * width),
-            "fc2": weight(width, 4 * width, bias=width),
-        },
+        "attn": {"qkv": weight(3 * width, width, bias=3 * width), "proj": weight(width, width, bias=width)},
+        "mlp": {"fc1": weight(4 * width, width, bias=4 * width), "fc2": weight(width, 4 * width, bias=width)},
         "adaLN_modulation": {"1": weight(6 * width, width, bias=6 * width)},
     }
     return {
@@ -139,10 +126,7 @@ def siglip(depth: int = 27, width: int = 1152, hidden: int = 4304) -> dict[str, 
     def stack(*shape: int) -> ShapeDtypeStruct:
         return array(depth, *shape)
 
-    heads = {
-        name: {"kernel": stack(width, 16, 72), "bias": stack(16, 72)}
-        for name in ("query", "key", "value")
-    }
+    heads = {name: {"kernel": stack(width, 16, 72), "bias": stack(16, 72)} for name in ("query", "key", "value")}
     block = {
         "LayerNorm_0": {"scale": stack(width), "bias": stack(width)},
         "MlpBlock_0": {
@@ -180,11 +164,7 @@ def gpt_oss(depth: int = 4, width: int = 2880, experts: int = 128) -> dict[str, 
         "input_layernorm": weight(width),
     }
     return {
-        "model": {
-            "embed_tokens": weight(201088, width),
-            "layers": layers(depth, layer),
-            "norm": weight(width),
-        },
+        "model": {"embed_tokens": weight(201088, width), "layers": layers(depth, layer), "norm": weight(width)},
         "lm_head": weight(201088, width),
     }
 

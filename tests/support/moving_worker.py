@@ -16,20 +16,8 @@ from shardrules._checkpoint import files as reading
 from shardrules._checkpoint import saving
 from tests.support.process_worker import main, raised
 
-RULES = [
-    ("rows", ("all", None)),
-    ("columns", (None, "all")),
-    ("both", ("x", "y")),
-    ("within", (None, "y")),
-    ("", ()),
-]
-SHAPES = {
-    "rows": (64, 24),
-    "columns": (24, 128),
-    "both": (32, 64),
-    "within": (16, 8),
-    "norm": (48,),
-}
+RULES = [("rows", ("all", None)), ("columns", (None, "all")), ("both", ("x", "y")), ("within", (None, "y")), ("", ())]
+SHAPES = {"rows": (64, 24), "columns": (24, 128), "both": (32, 64), "within": (16, 8), "norm": (48,)}
 RENAMES = [
     sr.Rename("columns", "turned/rows", "a b -> b a"),
     sr.Rename("layers.{layer}.w", "layers/columns", "a b -> (layer a) b"),
@@ -40,19 +28,14 @@ def checkpoint(folder):
     """{name: array} of the checkpoint in this folder."""
     rng = np.random.default_rng(3)
     shapes = {**SHAPES, **{f"layers.{i}.w": (6, 32) for i in range(4)}}
-    return {
-        name: rng.integers(0, 1 << 16, shape).astype("uint16") for name, shape in shapes.items()
-    }
+    return {name: rng.integers(0, 1 << 16, shape).astype("uint16") for name, shape in shapes.items()}
 
 
 def renamed(arrays):
     """{path: array} after RENAMES, by numpy."""
     layers = np.concatenate([arrays[f"layers.{i}.w"] for i in range(4)])
     kept = {name: arrays[name] for name in SHAPES if name != "columns"}
-    return kept | {
-        "turned/rows": np.ascontiguousarray(arrays["columns"].T),
-        "layers/columns": layers,
-    }
+    return kept | {"turned/rows": np.ascontiguousarray(arrays["columns"].T), "layers/columns": layers}
 
 
 def make_mesh():
@@ -61,10 +44,7 @@ def make_mesh():
 
 
 def rules():
-    return [
-        (pattern, tuple(("x", "y") if axis == "all" else axis for axis in spec))
-        for pattern, spec in RULES
-    ]
+    return [(pattern, tuple(("x", "y") if axis == "all" else axis for axis in spec)) for pattern, spec in RULES]
 
 
 FOLDER = Path(os.environ["SHARDRULES_TEST_FOLDER"])
@@ -72,8 +52,7 @@ FOLDER = Path(os.environ["SHARDRULES_TEST_FOLDER"])
 
 def flat(tree):
     return {
-        "/".join(str(key.key) for key in keys): leaf
-        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        "/".join(str(key.key) for key in keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
     }
 
 
@@ -163,10 +142,7 @@ def fail():
             reading._read_at = read_at
 
     def with_missing(value):
-        tree = {
-            "norm": jax.ShapeDtypeStruct((48,), "uint16"),
-            "new": jax.ShapeDtypeStruct((), "float32"),
-        }
+        tree = {"norm": jax.ShapeDtypeStruct((48,), "uint16"), "new": jax.ShapeDtypeStruct((), "float32")}
         return call(tree=tree, strict=False, missing={"new": value})
 
     whole = call()
@@ -185,10 +161,7 @@ def fail():
         "reshard": lambda: sr.reshard({}, rules(), mesh),
         "shard_local": lambda: sr.shard_local({"x": np.ones(3)}, P(("x", "y")), mesh),
     }
-    others = {
-        "missing": lambda: with_missing(1.0),
-        "saved": lambda: sr.save(whole, FOLDER / "odd"),
-    }
+    others = {"missing": lambda: with_missing(1.0), "saved": lambda: sr.save(whole, FOLDER / "odd")}
     found = []
     for odd in (0, 1):
         for case, odd_call in cases.items():
@@ -217,9 +190,7 @@ def cross():
     """{case: the error of a move between processes}, and whether all arrays are as they were."""
     on, devices, rows = meshes(), jax.devices(), checkpoint(FOLDER)["rows"]
     keys = jax.random.split(jax.random.key(5), 8)
-    placed = {
-        name: sr.shard({"rows": rows, "keys": keys}, P("x"), on[name]) for name in ("first", "all")
-    }
+    placed = {name: sr.shard({"rows": rows, "keys": keys}, P("x"), on[name]) for name in ("first", "all")}
     turned = Mesh(on["all"].devices[::-1], ("x", "y"))
     own = Mesh(np.array(devices[: len(devices) // jax.process_count()]).reshape(1, -1), ("x", "y"))
     held = sr.shard({"rows": rows}, P("y"), own)
@@ -263,10 +234,7 @@ def save():
     again = sr.load(FOLDER / "saved", rules(), mesh)
     turn = [sr.Rename("rows.T", "columns", "b a -> a b"), sr.Rename("{name*}", "{name*}")]
     sr.save(loaded, FOLDER / "turned", renames=turn)
-    turned = is_right(
-        sr.load(FOLDER / "turned", rules(), mesh, renames=turn),
-        expected,
-    )
+    turned = is_right(sr.load(FOLDER / "turned", rules(), mesh, renames=turn), expected)
 
     def refuse(*_):
         raise OSError(28, "No space left on device")
@@ -287,12 +255,4 @@ def save():
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "load": load,
-            "move": move,
-            "fail": fail,
-            "cross": cross,
-            "save": save,
-        }
-    )
+    main({"load": load, "move": move, "fail": fail, "cross": cross, "save": save})

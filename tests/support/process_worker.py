@@ -156,14 +156,10 @@ def agree():
     with jax.set_mesh(mesh):
         placed = sr.shard(state, rules)
         assert check_parts(placed, shardings) == 5
-        stepped = jax.jit(step, static_argnums=2)(
-            placed, sr.shard(tokens(), P("fsdp")), sr.with_sharding_constraint
-        )
+        stepped = jax.jit(step, static_argnums=2)(placed, sr.shard(tokens(), P("fsdp")), sr.with_sharding_constraint)
     gathered = sr.gather({**stepped, "placed": placed})
     assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(gathered["logits"]))
-    laid_out_anew(
-        placed["params"]["transformer"], gathered["placed"]["params"]["transformer"], mesh
-    )
+    laid_out_anew(placed["params"]["transformer"], gathered["placed"]["params"]["transformer"], mesh)
     return {"fingerprint": sr.plan(state, rules, mesh).fingerprint(), "digests": digests(gathered)}
 
 
@@ -234,9 +230,7 @@ def failures(mesh):
         "no rule": shard(specs=RULES_OF_TREE[:1]),
         "no array": shard({**TREE, "b": "text"}),
         "no mesh": shard(on_mesh=None),
-        "another tree of shardings": shard(
-            specs={"a": NamedSharding(mesh, P("fsdp"))}, on_mesh=None
-        ),
+        "another tree of shardings": shard(specs={"a": NamedSharding(mesh, P("fsdp"))}, on_mesh=None),
         "constraint": lambda: sr.with_sharding_constraint(TREE, RULES_OF_TREE[:1], mesh),
         "gather": lambda: sr.gather(Raises(ValueError("no gathering\nhere"))),
         "SystemExit": shard({**TREE, "b": Raises(SystemExit(3))}),
@@ -288,10 +282,7 @@ def raised(call):
 
 def has_own_parts(placed):
     """Whether this process's devices have their parts of MATRIX; without another program to run."""
-    return all(
-        np.array_equal(np.asarray(shard.data), MATRIX[shard.index])
-        for shard in placed.addressable_shards
-    )
+    return all(np.array_equal(np.asarray(shard.data), MATRIX[shard.index]) for shard in placed.addressable_shards)
 
 
 def disagree():
@@ -433,9 +424,7 @@ def main(tasks) -> None:
     args = parser.parse_args()
     if args.processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(
-            f"127.0.0.1:{args.port}", args.processes, args.index, initialization_timeout=60
-        )
+        jax.distributed.initialize(f"127.0.0.1:{args.port}", args.processes, args.index, initialization_timeout=60)
     assert jax.process_count() == args.processes
     found = tasks[args.task]()
     args.out.write_text(json.dumps(found))

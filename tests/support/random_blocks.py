@@ -144,10 +144,7 @@ def copied(node: Any, draw: random.Random) -> Any:
     if isinstance(node, dict):
         # Equal keys are not the same objects, either.
         kinds = {0: Text, 1: lambda key: "".join(list(key))}
-        return {
-            kinds.get(draw.randrange(20), str)(key): copied(child, draw)
-            for key, child in node.items()
-        }
+        return {kinds.get(draw.randrange(20), str)(key): copied(child, draw) for key, child in node.items()}
     return node if draw.random() < 0.5 else Slotted(node.shape)
 
 
@@ -215,8 +212,7 @@ def failures(error: Any) -> Counter[str]:
 def check_walk(name: str, case: Case, walk: Callable[[Any], Any]) -> None:
     """Compares a walk of the whole tree, twice, with walks for one leaf each."""
     expected = {
-        path: attempt(lambda path=path: at(walk(alone(case.tree, path)), path))
-        for path, _ in leaves(case.tree)
+        path: attempt(lambda path=path: at(walk(alone(case.tree, path)), path)) for path, _ in leaves(case.tree)
     }
     errors = [answer for answer in expected.values() if isinstance(answer, str)]
     for _ in range(2):
@@ -292,10 +288,7 @@ def check_plan(case: Case) -> None:
 
     *_, (path, _) = leaves(case.tree)
     for tree in (case.tree, case.tree, alone(case.tree, path)):
-        planned, placed = (
-            attempt(lambda tree=tree: of_plan(tree)),
-            attempt(lambda tree=tree: of_shardings(tree)),
-        )
+        planned, placed = (attempt(lambda tree=tree: of_plan(tree)), attempt(lambda tree=tree: of_shardings(tree)))
         if isinstance(planned, str) or isinstance(placed, str):
             assert isinstance(planned, str), ("plan", case, placed)
             assert isinstance(placed, str), ("plan", case, planned)
@@ -315,12 +308,7 @@ def check_spec_for(case: Case) -> None:
         for path, leaf in list(leaves(case.tree))[-8:]:
             answer = at(whole, path)
             for _ in range(2):
-                spec = sr.spec_for(
-                    path_text(case, path),
-                    leaf.shape,
-                    with_min_size(case),
-                    mesh,
-                )
+                spec = sr.spec_for(path_text(case, path), leaf.shape, with_min_size(case), mesh)
                 assert spec == (answer if mesh is None else answer.spec), ("spec_for", case, path)
 
 

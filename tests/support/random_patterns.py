@@ -23,9 +23,7 @@ _IRREGULAR = ("(?=a)", "(?!b)", "(?<=a)", "(?<!/)", "(?>a*)", "a*+", r"(a)\1")
 FLAGS = (0, 0, 0, re.I, re.M, re.S, re.A, re.I | re.M, re.I | re.A, re.M | re.S)
 
 
-def random_pattern(
-    rng: random.Random, depth: int = 3, irregular: bool = False, repeated: bool = False
-) -> str:
+def random_pattern(rng: random.Random, depth: int = 3, irregular: bool = False, repeated: bool = False) -> str:
     """A pattern with up to `depth` levels of groups.
 
     Inside a repeated group repeats stay small, since `re` takes exponential time on nested ones.

@@ -24,8 +24,7 @@ class RandomStep:
         self._rng = random.Random(seed)
         rng = self._rng
         self.args: list[Shape] = [
-            tuple(rng.choice(SIZES) for _ in range(rng.choice((2, 2, 3))))
-            for _ in range(rng.randint(2, 3))
+            tuple(rng.choice(SIZES) for _ in range(rng.choice((2, 2, 3)))) for _ in range(rng.randint(2, 3))
         ]
         self._shapes = list(self.args)
         self._ops: list[tuple[str, Op]] = []
@@ -44,10 +43,7 @@ class RandomStep:
         return values[-1]
 
     def __str__(self) -> str:
-        names = [
-            f"{name}{shape}"
-            for (name, _), shape in zip(self._ops, self._shapes[len(self.args) :], strict=True)
-        ]
+        names = [f"{name}{shape}" for (name, _), shape in zip(self._ops, self._shapes[len(self.args) :], strict=True)]
         return f"{self.args}: {', '.join(names)}"
 
     # What is made: a function of all values so far, and the shape of what it gives.

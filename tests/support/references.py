@@ -112,6 +112,4 @@ def openpi_fsdp(leaf, sizes, min_mb=4):
     if sizes["fsdp"] == 1 or too_small:
         return P()
     dim = fsdp_dim(leaf.shape, sizes["fsdp"], set(range(len(leaf.shape))))
-    return (
-        P() if dim is None else P(*["fsdp" if i == dim else None for i in range(len(leaf.shape))])
-    )
+    return P() if dim is None else P(*["fsdp" if i == dim else None for i in range(len(leaf.shape))])

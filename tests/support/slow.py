@@ -19,8 +19,7 @@ def some(values: Iterable[Any], every: int) -> list[Any]:
     """The first value and every so many-th after it; the others are slow. A tuple is one case."""
     return [
         pytest.param(
-            *(value if isinstance(value, tuple) else (value,)),
-            marks=() if i % every == 0 else pytest.mark.slow,
+            *(value if isinstance(value, tuple) else (value,)), marks=() if i % every == 0 else pytest.mark.slow
         )
         for i, value in enumerate(values)
     ]

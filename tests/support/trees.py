@@ -125,7 +125,5 @@ def trees_of_libraries():
     trees["optax Adam"] = adam.init(params)
     trees["optax MultiSteps"] = optax.MultiSteps(adam, 2).init(params)
     trees["optax masked"] = optax.masked(adam, {"w": True, "b": False}).init(params)
-    trees["optax chain"] = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)).init(
-        params
-    )
+    trees["optax chain"] = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)).init(params)
     return trees

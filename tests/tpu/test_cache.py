@@ -241,9 +241,7 @@ def test_processes_share_it(tmp_path):
     script.write_text(PROGRAM)
 
     def start():
-        return subprocess.Popen(
-            [sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True
-        )
+        return subprocess.Popen([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True)
 
     for process in [start(), start()]:  # at once
         assert process.communicate(timeout=300)[0] in ("False\n", "True\n")

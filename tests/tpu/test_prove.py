@@ -63,9 +63,7 @@ def test_a_step_is_proved_on_the_devices_that_are_here():
     assert proof.target.startswith("on fsdp=4,tp=2 by XLA for CPU")
     assert proof.collectives == proof.program.collectives
     assert proof.memory.totals.arguments == sum(shard_bytes(plan)) + 512 * 256
-    bad = sr.prove(
-        jax.jit(partial(step, hidden=None)), plan, batch(mesh), on=mesh, outputs=plan, large=2**16
-    )
+    bad = sr.prove(jax.jit(partial(step, hidden=None)), plan, batch(mesh), on=mesh, outputs=plan, large=2**16)
     assert {"donation", "unexpected"} <= {one.kind for one in bad.findings.at_least("warning")}
     with pytest.raises(sr.FindingsError):
         bad.raise_for("warning")
@@ -218,9 +216,7 @@ def test_a_step_that_does_not_fit_names_what_is_large():
     largest = refusal.buffers[0]
     assert largest.bytes > 2**30
     assert largest.place.file.endswith("test_prove.py")
-    assert (
-        "params['up']" in {buffer.what for buffer in refusal.buffers} or len(refusal.buffers) == 10
-    )
+    assert "params['up']" in {buffer.what for buffer in refusal.buffers} or len(refusal.buffers) == 10
     last = str(refusal).splitlines()[-1]
     assert "recompute it by jax.checkpoint" in last
 
@@ -263,9 +259,7 @@ def test_steps_of_flax_and_equinox():
     mesh = topology.mesh(SIZES)
 
     model = eqx.nn.Linear(256, 512, key=jax.random.key(0))  # on the device that is here
-    plan = sr.plan(
-        eqx.filter(model, eqx.is_array), [("weight", P("tp", "fsdp")), ("bias", "tp")], mesh
-    )
+    plan = sr.plan(eqx.filter(model, eqx.is_array), [("weight", P("tp", "fsdp")), ("bias", "tp")], mesh)
     static = eqx.filter(model, eqx.is_array, inverse=True)
 
     def apply(params, x):
@@ -298,11 +292,7 @@ def test_the_time_of_products_is_near_the_peak_and_above_it():
     assert 1 < proof.time.computing / at_peak < 1.5
     assert proof.time.sending == 0
     twice = sr.prove(
-        lambda x, w: jax.lax.fori_loop(0, 5, lambda _, x: jnp.tanh(x @ w), x),
-        x,
-        w,
-        on=topology,
-        time=True,
+        lambda x, w: jax.lax.fori_loop(0, 5, lambda _, x: jnp.tanh(x @ w), x), x, w, on=topology, time=True
     )
     assert 4.5 < twice.time.computing / proof.time.computing < 6.5
 
@@ -348,9 +338,7 @@ def test_splash_attention_is_read_and_counts_by_its_shapes():
     topology = sr.Topology("v5e:1x1")
     sharding = NamedSharding(topology.mesh(tp=1), P())
     x = jax.ShapeDtypeStruct((heads, length, size), "bfloat16", sharding=sharding)
-    time = sr.prove(
-        jax.jit(jax.grad(attend, argnums=(0, 1, 2))), x, x, x, on=topology, time=True
-    ).time
+    time = sr.prove(jax.jit(jax.grad(attend, argnums=(0, 1, 2))), x, x, x, on=topology, time=True).time
     # Two products forward; with another kernel for dq, seven backward. Half of them are masked.
     flops = (2 + 7) * heads * length**2 * size
     at_peak = flops / topology.hardware.flops_per_second["bfloat16"]

@@ -159,12 +159,7 @@ def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path, options):
     words = [sys.executable, "-m", "shardrules", "prove", "own_step:step_on", "--on", "v5p:8x8x8",
              "--mesh", "fsdp=64,tp=8", *options]  # fmt: skip
     with subprocess.Popen(
-        words,
-        cwd=tmp_path,
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+        words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         while not (tmp_path / "begun").exists():
             time.sleep(0.01)
@@ -228,10 +223,7 @@ def test_the_jobs_of_a_project_file(run, tmp_path):
     assert done.exit_code == 2
     assert "error: right: step.lock: no such file; write it with --update-lock" in done.stderr
     done = invoke("prove", "--update-lock")
-    assert (done.exit_code, "error: large: '--update-lock' needs '--lock'" in done.stderr) == (
-        2,
-        True,
-    )
+    assert (done.exit_code, "error: large: '--update-lock' needs '--lock'" in done.stderr) == (2, True)
     assert (tmp_path / "step.lock").exists()
     done = invoke("prove", "--job", "right", "--format", "json")
     assert (done.exit_code, json.loads(done.stdout)["program"]["mesh"]) == (0, {"fsdp": 4})

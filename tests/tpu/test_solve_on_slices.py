@@ -44,6 +44,6 @@ def test_the_compiler_sends_what_was_predicted():
     solution = sr.solve(sr.trace(step, *arguments), topology)
     best = solution.candidates[0]
     assert best.predicted.sent == pytest.approx(best.compiled.sent, rel=0.2)
-    assert best.compiled.seconds <= min(
-        row.compiled.seconds for row in solution.candidates if not row.refusal
-    ) * (1 + 1e-2)
+    assert best.compiled.seconds <= min(row.compiled.seconds for row in solution.candidates if not row.refusal) * (
+        1 + 1e-2
+    )

@@ -28,10 +28,7 @@ def few(monkeypatch):
     monkeypatch.setattr(candidates, "MOST", 3)
 
 
-TREE = {
-    "up": jax.ShapeDtypeStruct((512, 2048), "bfloat16"),
-    "down": jax.ShapeDtypeStruct((2048, 512), "bfloat16"),
-}
+TREE = {"up": jax.ShapeDtypeStruct((512, 2048), "bfloat16"), "down": jax.ShapeDtypeStruct((2048, 512), "bfloat16")}
 
 
 def test_the_mesh_is_the_best_of_those_of_the_topology(monkeypatch):

@@ -72,9 +72,7 @@ def test_what_is_no_topology_is_told(name):
 def test_without_the_compiler_the_extra_is_named(monkeypatch):
     topology = sr.Topology("v5p:2x2x4")  # a value as it is
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name)
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name))
     with pytest.raises(ImportError, match=r"pip install 'jax\[tpu\]'"):
         topology.mesh(fsdp=16)
 
@@ -178,10 +176,7 @@ def test_two_processes_at_once_leave_nothing_behind(tmp_path):
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", program]
-    processes = [
-        subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
+    processes = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for process in processes:
         assert process.communicate(timeout=120)[1] == ""
         assert process.returncode == 0
@@ -203,13 +198,9 @@ def test_the_compiler_sums_over_all_chips_of_a_large_slice(name, sizes, summed):
     mesh = topology.mesh(sizes)
 
     def both(w, g):
-        return jax.lax.all_gather(w, "fsdp", tiled=True), jax.lax.psum_scatter(
-            g, "fsdp", tiled=True
-        )
+        return jax.lax.all_gather(w, "fsdp", tiled=True), jax.lax.psum_scatter(g, "fsdp", tiled=True)
 
-    step = jax.shard_map(
-        both, mesh=mesh, in_specs=(P("fsdp"), P()), out_specs=(P(), P("fsdp")), check_vma=False
-    )
+    step = jax.shard_map(both, mesh=mesh, in_specs=(P("fsdp"), P()), out_specs=(P(), P("fsdp")), check_vma=False)
     shapes = [
         jax.ShapeDtypeStruct((4096, 8192), "bfloat16", sharding=jax.NamedSharding(mesh, spec))
         for spec in (P("fsdp"), P())

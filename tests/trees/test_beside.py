@@ -15,9 +15,7 @@ KEYS = st.text("abc", max_size=2)
 TREES = st.recursive(
     st.just("leaf"),
     lambda inner: st.one_of(
-        st.dictionaries(KEYS, inner, max_size=4),
-        st.lists(inner, max_size=3),
-        st.tuples(inner, inner),
+        st.dictionaries(KEYS, inner, max_size=4), st.lists(inner, max_size=3), st.tuples(inner, inner)
     ),
     max_leaves=20,
 )

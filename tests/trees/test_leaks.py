@@ -50,9 +50,7 @@ def searches_of(payload):
     """The functions that the core calls for rules and characters beyond it."""
     rules = sr.Rules([("a", None)])
     call = lambda *_: payload and rules  # noqa: E731
-    made = _core.RuleSet(
-        [None, [0x110000, 0]], [0], call, -1, -1, True, [(0, call)], 1 << 20, 1, OPTIONS
-    )
+    made = _core.RuleSet([None, [0x110000, 0]], [0], call, -1, -1, True, [(0, call)], 1 << 20, 1, OPTIONS)
     assert made.first_match("é") == 0
     return made
 

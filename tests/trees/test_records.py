@@ -24,9 +24,7 @@ def match(tree):
 
 
 def match_by_jax(tree):
-    return tree_util.tree_map_with_path(
-        lambda path, _: P("tp") if "kernel" in tree_util.keystr(path) else P(), tree
-    )
+    return tree_util.tree_map_with_path(lambda path, _: P("tp") if "kernel" in tree_util.keystr(path) else P(), tree)
 
 
 def record_of(node):
@@ -107,9 +105,7 @@ Derived = dataclasses.make_dataclass(
     namespace={"__post_init__": lambda self: vars(self).update(count=7)},
 )  # fmt: skip
 tree_util.register_dataclass(Derived, ["kernel"], [])
-Factory = dataclasses.make_dataclass(
-    "Factory", [("kernel", Any, dataclasses.field(default_factory=list))]
-)
+Factory = dataclasses.make_dataclass("Factory", [("kernel", Any, dataclasses.field(default_factory=list))])
 tree_util.register_dataclass(Factory, ["kernel"], [])
 KEYWORDS = {"bias": LEAF, "kernel": LEAF, "size": 2, "name": "kept"}
 DATACLASSES = {
@@ -126,9 +122,7 @@ DATACLASSES = {
     "metaclass": record("OfMeta", bases=(WithMeta,))(LEAF),
     "__new__": record("New", bases=(WithNew,))(kernel=LEAF),
     "meta first": MetaFirst("kept", LEAF),
-    "frozen, __post_init__": record(
-        "PostInit", frozen=True, namespace={"__post_init__": sets("by_post_init")}
-    )(LEAF),
+    "frozen, __post_init__": record("PostInit", frozen=True, namespace={"__post_init__": sets("by_post_init")})(LEAF),
     "__setattr__": record("Setattr", bases=(WithSetattr,))(LEAF),
     "factory": Factory(LEAF),
 }

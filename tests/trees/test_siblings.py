@@ -39,8 +39,7 @@ def test_blocks_of_any_size(levels, keys):
     ours = sr.match_partition_rules([("39/.*k1", P("fsdp")), (".*", P(None, "tp"))], tree)
     assert ours[1:-1] == ours[:1] * (MANY - 2)
     expected = tree_util.tree_map_with_path(
-        lambda path, _: P("fsdp") if "k1" in [entry.key for entry in path[1:]] else P(None, "tp"),
-        tree[-1:],
+        lambda path, _: P("fsdp") if "k1" in [entry.key for entry in path[1:]] else P(None, "tp"), tree[-1:]
     )
     assert ours[-1:] == expected
     assert random_blocks.orders(ours) == random_blocks.orders(tree)
@@ -48,9 +47,7 @@ def test_blocks_of_any_size(levels, keys):
 
 def dicts_of(tree):
     children = tree if isinstance(tree, list) else tree.values() if isinstance(tree, dict) else ()
-    return [tree] * isinstance(tree, dict) + [
-        found for child in children for found in dicts_of(child)
-    ]
+    return [tree] * isinstance(tree, dict) + [found for child in children for found in dicts_of(child)]
 
 
 def test_each_sibling_is_a_dict_of_its_own():

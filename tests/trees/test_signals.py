@@ -60,9 +60,7 @@ print("works", flush=True)
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
 @pytest.mark.parametrize("walk", WALKS)
 def test_ctrl_c(walk):
-    process = subprocess.Popen(
-        [sys.executable, "-c", SETUP + WALKS[walk] + AFTER], stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, "-c", SETUP + WALKS[walk] + AFTER], stdout=subprocess.PIPE, text=True)
     with process:
         assert process.stdout.readline() == "ready\n"
         with pytest.raises(subprocess.TimeoutExpired):

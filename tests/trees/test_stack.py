@@ -54,9 +54,7 @@ class Flattened:
 
 
 tree_util.register_pytree_with_keys(
-    Flattened,
-    lambda node: ([(tree_util.GetAttrKey("a"), node.a)], None),
-    lambda _, children: Flattened(*children),
+    Flattened, lambda node: ([(tree_util.GetAttrKey("a"), node.a)], None), lambda _, children: Flattened(*children)
 )
 
 
@@ -166,9 +164,7 @@ def say_the_error():
 def test_the_error_names_the_stack():
     # In a new process: glibc gives a thread the stack of an earlier one, up to four times as large.
     code = "from tests.trees.test_stack import say_the_error; say_the_error()"
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300
-    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
     assert run.returncode == 0, run.stderr
     error, note = run.stdout.splitlines()
     assert "levels deep, which is all that the C stack of this thread has room" in error

@@ -29,9 +29,7 @@ def assert_same_tree(tree):
     # One rule a leaf, whose spec is its number: the result shows which path each leaf had.
     rules = sr.Rules([(rf"\A{re.escape(text)}\Z", number) for number, text in enumerate(texts)])
     result = rules.match(tree, strict=False)
-    expected = tree_util.tree_map_with_path(
-        lambda path, _: texts.index("/".join(map(key_text, path))), tree
-    )
+    expected = tree_util.tree_map_with_path(lambda path, _: texts.index("/".join(map(key_text, path))), tree)
     assert tree_util.tree_structure(result) == tree_util.tree_structure(expected)
     assert tree_util.tree_leaves(result) == tree_util.tree_leaves(expected)
     return result
@@ -91,9 +89,7 @@ def test_types_registered_between_two_calls_are_seen():
 
     rules = [(".*", P())]
     assert sr.match_partition_rules(rules, {"late": Late(array(2))}) == {"late": P()}
-    tree_util.register_pytree_node(
-        Late, lambda n: ((n.inner,), None), lambda _, children: Late(*children)
-    )
+    tree_util.register_pytree_node(Late, lambda n: ((n.inner,), None), lambda _, children: Late(*children))
     result = sr.match_partition_rules(rules, {"late": Late(array(2))})
     assert result["late"].inner == P()
 
@@ -115,6 +111,4 @@ def test_an_ordered_dict_with_items_of_its_own():
     for own in ([1, 2], [()], None):
         tree = OrderedDict(a=array(2), b=array(3))
         tree.items = lambda own=own: own
-        assert sr.match_partition_rules([("a", P("tp")), ("b", P())], tree) == OrderedDict(
-            a=P("tp"), b=P()
-        )
+        assert sr.match_partition_rules([("a", P("tp")), ("b", P())], tree) == OrderedDict(a=P("tp"), b=P())

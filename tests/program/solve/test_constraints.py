@@ -44,9 +44,7 @@ def loss(params, rows):
 def train(params, rows):
     value, grads = jax.value_and_grad(loss)(params, rows)
     _, turned = jax.lax.while_loop(
-        lambda carry: carry[0] < 2,
-        lambda carry: (carry[0] + 1, carry[1] @ params["turn"]),
-        (0, params["embed"][rows]),
+        lambda carry: carry[0] < 2, lambda carry: (carry[0] + 1, carry[1] @ params["turn"]), (0, params["embed"][rows])
     )
     return jax.tree.map(lambda p, g: p - g, params, grads), (value, turned)
 
@@ -95,8 +93,7 @@ def shaped(step):
 def values(mesh, most):
     keys = iter(jax.random.split(jax.random.key(3), 9))
     params = jax.tree.map(
-        lambda s: jax.random.randint(next(keys), s.shape, -most, most + 1).astype("float32"),
-        shapes(SHAPES),
+        lambda s: jax.random.randint(next(keys), s.shape, -most, most + 1).astype("float32"), shapes(SHAPES)
     )
     params = jax.tree.map(jax.device_put, params, sr.plan(params, RULES, mesh).shardings())
     return params, jax.device_put(jax.numpy.arange(ROWS) * 5, NamedSharding(mesh, P("fsdp")))
@@ -185,9 +182,7 @@ def test_an_operation_reads_as_was_priced(is_constrained):
     """Rows by both axes, hidden units by one: else XLA gathers hidden units, not weights."""
     mesh = mesh_of(4, 2)
     sizes = {"gate": (64, 256), "up": (64, 256), "down": (256, 64)}
-    x = jax.ShapeDtypeStruct(
-        (16, 32, 64), "float32", sharding=NamedSharding(mesh, P(mesh.axis_names))
-    )
+    x = jax.ShapeDtypeStruct((16, 32, 64), "float32", sharding=NamedSharding(mesh, P(mesh.axis_names)))
 
     def loss(w, x):
         hidden = jax.nn.silu(x @ w["gate"]) * (x @ w["up"])

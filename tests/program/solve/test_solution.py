@@ -128,9 +128,7 @@ def test_fsdp_and_the_layout_of_the_program_are_among_those_compiled_and_what_is
     assert 3 < len(entries) <= 10
     found = [row.assignment for row in entries]
     other = {"fsdp": "tp", "tp": "fsdp"}
-    turned = [
-        {name: tuple(sorted(map(other.get, axes))) for name, axes in row.items()} for row in found
-    ]
+    turned = [{name: tuple(sorted(map(other.get, axes))) for name, axes in row.items()} for row in found]
     assert not [row for row, swapped in zip(found, turned, strict=True) if row != swapped in found]
 
 
@@ -273,9 +271,7 @@ def test_what_does_not_fit_says_by_how_much():
     step = sr.trace(train_layers, STACKS, shape(2**16, 512))
     with pytest.raises(ValueError, match="nothing fits") as error:
         sr.solve(step, {"fsdp": 4}, hardware="v5p", hbm=10**8)
-    assert re.search(
-        r"needs .* on each device of fsdp=4, .* more than the 100 MB", str(error.value)
-    )
+    assert re.search(r"needs .* on each device of fsdp=4, .* more than the 100 MB", str(error.value))
     with pytest.raises(ValueError, match="nothing fits of what was tried"):
         sr.solve(step, {"fsdp": 4}, hardware="v5p", hbm=10**8, time_limit=0)
 

@@ -28,10 +28,7 @@ def sent(step, **sizes):
     """Return what is sent if all arrays are cut along the first dimension of the last argument."""
     arrays = StepArrays(step._equations, step._roles, sizes)
     (name, *_) = arrays.classes[step._equations.body.inputs[-1]][0]
-    return [
-        (row.kind, row.operation.name)
-        for row in Spread(arrays, {name: tuple(sizes)}).of_step().sent
-    ]
+    return [(row.kind, row.operation.name) for row in Spread(arrays, {name: tuple(sizes)}).of_step().sent]
 
 
 # Tokens to rows
@@ -56,9 +53,7 @@ def test_rows_that_an_iota_indexes_stay_where_they_are(function):
     assert (("inputs/0", 0), ("inputs/1", 0)) in [row.arrays for row in step.dimensions]
 
 
-@pytest.mark.parametrize(
-    "moved", [lambda i: i[::-1], lambda i: i // 2, lambda i: i + 1, lambda i: 3 * i]
-)
+@pytest.mark.parametrize("moved", [lambda i: i[::-1], lambda i: i // 2, lambda i: i + 1, lambda i: 3 * i])
 def test_rows_in_another_order_do_not(moved):
     function = lambda z, i: z[moved(rows()), i]  # noqa: E731
     step = sr.trace(function, shape(64, 128, 32), shape(64, 16, dtype="int32"))
@@ -74,9 +69,7 @@ def test_a_reshard_onto_auto_axes_is_no_constraint():
     def step(x):
         return jax.sharding.auto_axes(jnp.tanh, out_sharding=P("x"))(x) + x
 
-    traced = sr.trace(
-        jax.jit(step), shape(1024, 1024, sharding=NamedSharding(mesh, P("x"))), on=mesh
-    )
+    traced = sr.trace(jax.jit(step), shape(1024, 1024, sharding=NamedSharding(mesh, P("x"))), on=mesh)
     solution = sr.solve(traced, {"x": 8}, hardware="v5p")
     assert solution._spread.sent == []
     replaced = [row for row in solution.activations if row.replaces]
@@ -108,10 +101,7 @@ def attend(w, cache, x, place):
     rows, _ = x.shape
     q = (x @ w["q"]).reshape(rows, 4, 2, 64)
     k, v = ((x @ w[name]).reshape(rows, 1, 4, 64) for name in "kv")
-    cache = {
-        name: lax.dynamic_update_slice(cache[name], new, (0, place, 0, 0))
-        for name, new in (("k", k), ("v", v))
-    }
+    cache = {name: lax.dynamic_update_slice(cache[name], new, (0, place, 0, 0)) for name, new in (("k", k), ("v", v))}
     chances = jax.nn.softmax(jnp.einsum("bhgd,bshd->bhgs", q, cache["k"]))
     mixed = jnp.einsum("bhgs,bshd->bhgd", chances, cache["v"]).reshape(rows, -1)
     return x + mixed @ w["o"], cache
@@ -143,9 +133,7 @@ def test_a_cache_that_is_planned_is_state_and_no_weight(is_first):
 
 
 def gelu_step(params, x):
-    grads = jax.grad(lambda p: jnp.mean(jax.nn.gelu(x @ p["up"]["kernel"]) @ p["down"]["kernel"]))(
-        params
-    )
+    grads = jax.grad(lambda p: jnp.mean(jax.nn.gelu(x @ p["up"]["kernel"]) @ p["down"]["kernel"]))(params)
     return jax.tree.map(jnp.subtract, params, grads)
 
 

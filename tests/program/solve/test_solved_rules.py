@@ -60,8 +60,9 @@ def test_many_specs_are_still_exact_where_paths_are_random():
     for _ in range(60):
         words = [shuffle.choice("abcdefg") * shuffle.randint(1, 3) for _ in range(12)]
         tree = {
-            f"{shuffle.choice(words)}/{shuffle.choice(words)}/{shuffle.randint(0, 3)}/"
-            f"{shuffle.choice(words)}": array(64, 64)
+            f"{shuffle.choice(words)}/{shuffle.choice(words)}/{shuffle.randint(0, 3)}/{shuffle.choice(words)}": array(
+                64, 64
+            )
             for _ in range(shuffle.randint(1, 30))
         }
         wanted = {path: shuffle.choice(choices) for path in tree}

@@ -30,9 +30,7 @@ UNLIKE = {
     122: "XLA cuts an array by what a slice of it is added to, and exchanges rows for it",
 }
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="older XLAs choose other collectives"
-)
+pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="older XLAs choose other collectives")
 
 
 def unlike(function: Callable[..., Any], shapes: Sequence[Shape]) -> list[list[P]]:

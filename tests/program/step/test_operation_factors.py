@@ -28,9 +28,7 @@ def dot(summed, batch=((), ())):
 
 
 def convolution(strides=(1, 1), padding="SAME", **options):
-    return lambda a, k: lax.conv_general_dilated(
-        a, k, strides, padding, dimension_numbers=NHWC, **options
-    )
+    return lambda a, k: lax.conv_general_dilated(a, k, strides, padding, dimension_numbers=NHWC, **options)
 
 
 def gathered(t, i):
@@ -88,9 +86,7 @@ CASES = {
 
 def equation(name):
     function, *args = CASES[name]
-    (eqn, *rest) = (
-        e for e in equations(function, args) if rule_of(e) and len(e.invars) >= len(args)
-    )
+    (eqn, *rest) = (e for e in equations(function, args) if rule_of(e) and len(e.invars) >= len(args))
     assert not rest
     return eqn
 

@@ -125,9 +125,7 @@ def test_names_do_not_matter():
     """The same roles if nothing is called by what it is."""
     params, tokens = decoder_params(), shape(8, 17, dtype="int32")
     leaves, treedef = jax.tree.flatten(params)
-    unnamed = sr.trace(
-        lambda leaves, tokens: train(treedef.unflatten(leaves), tokens), leaves, tokens
-    )
+    unnamed = sr.trace(lambda leaves, tokens: train(treedef.unflatten(leaves), tokens), leaves, tokens)
     counts = [
         sorted((row.role, row.size, len(row.arrays)) for row in step.dimensions)
         for step in (sr.trace(train, params, tokens), unnamed)
@@ -141,9 +139,7 @@ def test_experts_are_those_that_kernels_are_apart_for():
         weight, chosen = lax.top_k(chances, 2)
         mask = (jax.nn.one_hot(chosen, 8) * weight[..., None]).sum(1)
         inputs = jnp.einsum("te,td->etd", mask, x)
-        return jnp.einsum(
-            "eth,ehd->td", jax.nn.relu(jnp.einsum("etd,edh->eth", inputs, params["b"])), params["c"]
-        )
+        return jnp.einsum("eth,ehd->td", jax.nn.relu(jnp.einsum("etd,edh->eth", inputs, params["b"])), params["c"])
 
     tree = {"a": shape(16, 8), "b": shape(8, 16, 24), "c": shape(8, 24, 16)}
     named = roles(sr.trace(moe, tree, shape(32, 16)))

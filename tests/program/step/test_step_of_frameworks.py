@@ -66,9 +66,7 @@ def nnx_in_a_pair():
 
 def equinox():
     eqx = pytest.importorskip("equinox", reason="equinox is not installed")
-    model = eqx.nn.MLP(
-        WIDTH, WIDTH, HIDDEN, 1, use_bias=False, use_final_bias=False, key=jax.random.key(0)
-    )
+    model = eqx.nn.MLP(WIDTH, WIDTH, HIDDEN, 1, use_bias=False, use_final_bias=False, key=jax.random.key(0))
     state = ADAM.init(eqx.filter(model, eqx.is_array))
 
     @eqx.filter_jit

@@ -83,9 +83,7 @@ def test_what_is_as_planned_has_no_finding(planned):
         assert sr.audit(one, of) == ()
 
 
-@pytest.mark.parametrize(
-    "name", sorted({*kinds_of_trees(), *trees_of_libraries()} - WITHOUT_ARRAYS)
-)
+@pytest.mark.parametrize("name", sorted({*kinds_of_trees(), *trees_of_libraries()} - WITHOUT_ARRAYS))
 def test_trees_of_all_kinds(name):
     tree = {**kinds_of_trees(), **trees_of_libraries()}[name]
     plan = sr.plan(tree, [("", ("tp",))], mesh_of())
@@ -101,12 +99,7 @@ def test_trees_of_all_kinds(name):
 
 @pytest.mark.parametrize(
     ("wanted", "found"),
-    [
-        (P("tp"), P(("tp",), None)),
-        (P(("fsdp", "tp")), P(("fsdp", "one", "tp"))),
-        (P(None, None), P()),
-        (P(), P("one")),
-    ],
+    [(P("tp"), P(("tp",), None)), (P(("fsdp", "tp")), P(("fsdp", "one", "tp"))), (P(None, None), P()), (P(), P("one"))],
     ids=str,
 )
 def test_what_cuts_alike_is_equal(wanted, found):
@@ -277,9 +270,7 @@ def test_many_arrays_are_one_finding_by_rule(planned):
     found = {one.paths: (one.bytes, one.rule) for one in sr.audit(put(P())(tree), plan)}
     of_each = {f"layers/{{0..2}}/{w}": (3 * (8192 - 1024), i) for i, w in enumerate(("wq", "wo"))}
     assert found == {(path,): row for path, row in of_each.items()}
-    assert kinds(jax.device_put(tree, plan.on_mesh(backwards()).shardings()), plan) == {
-        ("error", "devices")
-    }
+    assert kinds(jax.device_put(tree, plan.on_mesh(backwards()).shardings()), plan) == {("error", "devices")}
     older = sr.plan(tree, [("wq", ("fsdp", "tp")), ("wo", ("fsdp", "tp")), ("", ())], mesh_of())
     (found,) = sr.audit(tree, older)  # a tree that an older list of rules placed
     assert (found.kind, found.paths, found.rule) == ("sharding", ("layers/{0..2}/wo",), 1)
@@ -433,9 +424,7 @@ def test_copies_that_differ_are_told(dtype):
         unlike = copies([made(dtype, number) for number in range(8)], spec)
         expected = unlike_devices(unlike)
         findings = told(unlike)
-        assert [(one.level, one.kind, one.paths) for one in findings] == [
-            ("error", "differs", ("w",))
-        ] * bool(expected)
+        assert [(one.level, one.kind, one.paths) for one in findings] == [("error", "differs", ("w",))] * bool(expected)
         for finding in findings:
             devices = f"device{'s' * (len(expected) > 1)} {', '.join(map(str, expected))} ha"
             assert devices in finding.message
@@ -512,33 +501,21 @@ def test_a_step_that_lacks_a_sum_over_an_axis(planned):
 def test_values_of_arrays_that_are_not_as_planned():
     """Those on the devices of the mesh are compared, whatever else is said of them."""
     unlike = copies([np.full((8, 4), number, "float32") for number in range(8)], P("tp"))
-    offloaded = copies(
-        [np.full((8, 4), i, "float32") for i in range(8)], P("fsdp"), memory_kind="pinned_host"
-    )
+    offloaded = copies([np.full((8, 4), i, "float32") for i in range(8)], P("fsdp"), memory_kind="pinned_host")
     plan = sr.plan({"w": unlike}, [("w", "fsdp")], mesh_of())
     found = {one.kind for one in sr.audit({"w": unlike}, plan, values=True)}
     assert found == {"sharding", "differs"}
     deleted = jax.device_put(unlike, plan.shardings()["w"])
     deleted.delete()
     on_others = copies([np.full((8, 4), i, "float32") for i in range(8)], P("fsdp"), backwards())
-    for array in (
-        deleted,
-        offloaded,
-        on_others,
-        jnp.ones((8, 4)),
-        np.ones((8, 4)),
-        *plan.abstract().values(),
-        None,
-    ):
+    for array in (deleted, offloaded, on_others, jnp.ones((8, 4)), np.ones((8, 4)), *plan.abstract().values(), None):
         tree = {"w": array}
         assert sr.audit(tree, plan, values=True) == sr.audit(tree, plan)
 
 
 def test_values_in_any_context():
     explicit = mesh_of()
-    explicit = Mesh(
-        explicit.devices, explicit.axis_names, axis_types=(jax.sharding.AxisType.Explicit,) * 2
-    )
+    explicit = Mesh(explicit.devices, explicit.axis_names, axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     values = [np.full((8, 4), number, "float32") for number in range(8)]
     of_either = [copies(values, P("fsdp"), mesh) for mesh in (mesh_of(), explicit)]
     for context in (mesh_of(), explicit, mesh_of(jax.devices()[:2], ("x",), (2,))):

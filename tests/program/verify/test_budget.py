@@ -30,10 +30,7 @@ def compiled(mesh):
         return jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P())), v.T @ v
 
     specs = [P("fsdp"), P("tp"), P(("data", "fsdp"))]
-    args = [
-        jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(mesh, spec))
-        for spec in specs
-    ]
+    args = [jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(mesh, spec)) for spec in specs]
     out = NamedSharding(mesh, P())
     return jax.jit(step, out_shardings=out).lower(*args).compile()
 
@@ -73,9 +70,7 @@ def test_a_wrong_budget_is_a_value_error(compiled, budget, told):
         budgeted(compiled, budget)
 
 
-@pytest.mark.parametrize(
-    "budget", [3, "fsdp=1GB", ["fsdp"], {3: 1}, {"fsdp": None}, {"fsdp": b"1"}]
-)
+@pytest.mark.parametrize("budget", [3, "fsdp=1GB", ["fsdp"], {3: 1}, {"fsdp": None}, {"fsdp": b"1"}])
 def test_what_is_no_budget_is_a_type_error(compiled, budget):
     with pytest.raises(TypeError, match="budget"):
         budgeted(compiled, budget)
@@ -89,9 +84,7 @@ def test_an_axis_of_a_program_without_a_mesh():
 
 
 def sums(sent, axes=(), kind=None):
-    return sum(
-        size for (on, what), size in sent.items() if set(axes) <= set(on) and kind in (None, what)
-    )
+    return sum(size for (on, what), size in sent.items() if set(axes) <= set(on) and kind in (None, what))
 
 
 KEYS = {
@@ -177,10 +170,7 @@ def test_a_backend_that_does_not_tell(compiled, monkeypatch):
 
 def test_what_was_looked_at_is_said(compiled):
     for options, said in (
-        (
-            {"budget": {"tp": "1 GB", "peak": "2 GB"}},
-            "peak memory not compared, as hbm= is not given; 2 budgets kept",
-        ),
+        ({"budget": {"tp": "1 GB", "peak": "2 GB"}}, "peak memory not compared, as hbm= is not given; 2 budgets kept"),
         ({"budget": {}, "hbm": 10**9}, "peak memory within 1.00 GB"),
         ({}, "peak memory not compared, as hbm= is not given"),
     ):

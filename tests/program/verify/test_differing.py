@@ -74,9 +74,7 @@ DIFFER = {
     "a maximum": (lambda w, x: (x @ w).max(0), P("tp"), "data"),
     "in a loop": (partial(looped, is_summed=False), P("tp"), "data"),
     "scattered, and not gathered": (
-        lambda w, x: lax.psum_scatter(
-            jax.grad(loss)(w, x), "data", scatter_dimension=0, tiled=True
-        ),
+        lambda w, x: lax.psum_scatter(jax.grad(loss)(w, x), "data", scatter_dimension=0, tiled=True),
         KERNEL,
         "data",
     ),
@@ -98,9 +96,7 @@ ALIKE = {
     "gathered": (lambda w, x: lax.all_gather(x @ w, "data", tiled=True), KERNEL),
     "scattered and gathered": (
         lambda w, x: lax.all_gather(
-            lax.psum_scatter(jax.grad(loss)(w, x), "data", scatter_dimension=0, tiled=True),
-            "data",
-            tiled=True,
+            lax.psum_scatter(jax.grad(loss)(w, x), "data", scatter_dimension=0, tiled=True), "data", tiled=True
         ),
         KERNEL,
     ),
@@ -168,9 +164,7 @@ def test_prove_and_verify_tell_it():
     def step(params: Any, x: Any) -> Any:
         specs = ({"w": KERNEL}, ROWS)
         grad = jax.grad(lambda params, x: loss(params["w"], x))
-        return jax.shard_map(
-            grad, mesh=MESH, in_specs=specs, out_specs={"w": KERNEL}, check_vma=False
-        )(params, x)
+        return jax.shard_map(grad, mesh=MESH, in_specs=specs, out_specs={"w": KERNEL}, check_vma=False)(params, x)
 
     findings = sr.prove(jax.jit(step), plan, x, outputs=plan).findings
     assert [one.paths for one in findings if one.kind == "differs"] == [("outputs/w",)]

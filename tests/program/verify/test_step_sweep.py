@@ -23,9 +23,7 @@ FUNCTION = f"{__name__}:step_on"
 def step_on(mesh, batch=64, width=64):
     if width % 3 == 0:
         raise ValueError(f"no heads\nof {width}")
-    plan = sr.plan(
-        {"w": jax.ShapeDtypeStruct((width, 64), "float32")}, [("w", ("fsdp", "tp"))], mesh
-    )
+    plan = sr.plan({"w": jax.ShapeDtypeStruct((width, 64), "float32")}, [("w", ("fsdp", "tp"))], mesh)
     x = jax.ShapeDtypeStruct((batch, width), "float32", sharding=NamedSharding(mesh, P("fsdp")))
 
     def loss(params, x):
@@ -102,9 +100,7 @@ def test_an_interrupt_keeps_the_rows_that_are_there(monkeypatch, tmp_path):
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(compiler.AskedCompiler, "answer", interrupted)
-    monkeypatch.setattr(
-        compiler.AskedCompiler, "close", lambda self: (closed.append(self), close(self))
-    )
+    monkeypatch.setattr(compiler.AskedCompiler, "close", lambda self: (closed.append(self), close(self)))
     rows = sr.sweep(step_on, {"fsdp": 2, "tp": 1}, batch=[16, 32, 48])
     assert [row.choices["batch"] for row in rows] == [16]
     assert not rows.is_whole
@@ -180,10 +176,7 @@ def test_axes_are_proposed_that_few_heads_share():
     def step_on(mesh):
         heads = {"wk": jax.ShapeDtypeStruct((16, 2, 8), "float32")}
         plan = sr.plan(heads, [("wk", P(None, "tp"))], mesh)
-        return jax.jit(lambda params, x: x @ params["wk"][:, 0]), (
-            plan,
-            jax.ShapeDtypeStruct((4, 16), "float32"),
-        )
+        return jax.jit(lambda params, x: x @ params["wk"][:, 0]), (plan, jax.ShapeDtypeStruct((4, 16), "float32"))
 
     rows = sr.sweep(step_on, {"tp": 4})
     assert [note.partition(":")[0] for note in rows.notes] == ["2 heads on tp=4"]

@@ -41,10 +41,7 @@ def told(proof):
 @pytest.mark.parametrize("is_on", [True, False])
 def test_an_array_without_a_sharding_is_the_same_program_whatever_it_is(plan, mesh, is_on):
     step = jax.jit(loss)
-    proofs = {
-        name: sr.prove(step, plan, x, on=mesh if is_on else None, time=True)
-        for name, x in ARRAYS.items()
-    }
+    proofs = {name: sr.prove(step, plan, x, on=mesh if is_on else None, time=True) for name, x in ARRAYS.items()}
     assert len({proof.compiled.as_text() for proof in proofs.values()}) == 1
     for proof in proofs.values():
         (finding,) = told(proof)

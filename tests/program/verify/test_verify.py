@@ -109,9 +109,7 @@ def test_arrays_that_the_function_closes_over_are_told(mesh, batch):
 def compiled_on(mesh, function, *specs, shape=(16, 64), **options):
     """The function of float32 arrays of these specs, compiled; of None, the sharding is XLA's."""
     args = [
-        jax.ShapeDtypeStruct(
-            shape, "float32", sharding=None if spec is None else NamedSharding(mesh, spec)
-        )
+        jax.ShapeDtypeStruct(shape, "float32", sharding=None if spec is None else NamedSharding(mesh, spec))
         for spec in specs
     ]
     return jax.jit(function, **options).lower(*args).compile()
@@ -146,9 +144,7 @@ def test_bytes_that_are_as_planned_are_said_once(mesh):
     assert "takes P(None, 'data') with 2.05 kB on each device: it refuses" in finding.message
 
 
-@pytest.mark.parametrize(
-    "spec", [P("data"), P("data", None), P(("data",), None)], ids=["short", "long", "tuple"]
-)
+@pytest.mark.parametrize("spec", [P("data"), P("data", None), P(("data",), None)], ids=["short", "long", "tuple"])
 def test_specs_that_mean_the_same_are_the_same(mesh, spec):
     compiled = compiled_on(mesh, lambda x: x * 2, P("data"))
     assert not sr.verify(compiled, (spec,), spec)
@@ -174,10 +170,7 @@ def test_shardings_that_xla_has_chosen_are_compared_as_well(mesh):
 
 def test_an_output_that_is_not_as_planned(compiled_step, planned, plan):
     findings = sr.verify(compiled_step(replicated=True), planned, (plan, None, None))
-    assert found(findings, "output") == [
-        ("error", ("outputs/0/layers/w",)),
-        ("error", ("outputs/0/head",)),
-    ]
+    assert found(findings, "output") == [("error", ("outputs/0/layers/w",)), ("error", ("outputs/0/head",))]
     (finding, _) = (one for one in findings if one.kind == "output")
     assert finding.bytes == 4 * 64 * 64 * 4
     assert "planned P(None, 'data', 'model')" in finding.message
@@ -240,11 +233,7 @@ def test_a_program_of_one_device():
         ((None,), ValueError, "inputs has 1 entry;.*3 positional arguments"),
         ((None,) * 4, ValueError, "inputs has 4 entries.*3 positional arguments"),
         ((None, None, "data"), TypeError, r"inputs\[2\] is 'data'.*a Plan, a tree"),
-        (
-            ({"layers": None}, None, None),
-            ValueError,
-            r"inputs\[0\]: the structure.*'layers'.*'head'",
-        ),
+        (({"layers": None}, None, None), ValueError, r"inputs\[0\]: the structure.*'layers'.*'head'"),
         (({"head": 1, "layers": None}, None, None), TypeError, r"inputs\[0\]\['head'\] is 1"),
         (
             ({"head": None, "layers": {"w": (P(), P())}}, None, None),
@@ -308,10 +297,7 @@ def test_what_is_not_compiled_is_an_error(plan):
 
 def test_a_donated_state_that_comes_out_otherwise(compiled_step, planned):
     findings = sr.verify(compiled_step(replicated=True), planned)
-    assert found(findings, "fixed-point") == [
-        ("error", ("inputs/0/layers/w",)),
-        ("error", ("inputs/0/head",)),
-    ]
+    assert found(findings, "fixed-point") == [("error", ("inputs/0/layers/w",)), ("error", ("inputs/0/head",))]
     (finding, _) = (one for one in findings if one.kind == "fixed-point")
     assert finding.bytes == 4 * 32 * 16 * 4
     for part in ("in as P(None, 'data', 'model')", "out as P()", "donated", "compiles again"):
@@ -339,9 +325,7 @@ def test_jit_compiles_again_where_it_is_found(mesh, plan, replicated):
         return jax.tree.map(lambda p: p * 0.9, params), jnp.mean(x)
 
     jitted = jax.jit(descend, out_shardings=out, donate_argnums=0)
-    params = jax.device_put(
-        jax.tree.map(lambda s: np.ones(s.shape, s.dtype), PARAMS), plan.shardings()
-    )
+    params = jax.device_put(jax.tree.map(lambda s: np.ones(s.shape, s.dtype), PARAMS), plan.shardings())
     x = jax.device_put(np.ones((16, 64), "float32"), NamedSharding(mesh, P("data")))
     compiled = jitted.lower(params, x).compile()
     for _ in range(3):
@@ -500,9 +484,7 @@ def holding(plan, batch, mesh):
         return loss({**params, "layers": {"w": whole}}, x)
 
     # With rows on all devices: otherwise each takes its part of the layers again.
-    rows = jax.ShapeDtypeStruct(
-        batch.shape, batch.dtype, sharding=NamedSharding(mesh, P(("data", "model")))
-    )
+    rows = jax.ShapeDtypeStruct(batch.shape, batch.dtype, sharding=NamedSharding(mesh, P(("data", "model"))))
     return jax.jit(function).lower(plan.abstract(), rows).compile()
 
 
@@ -539,8 +521,7 @@ def dequantized(weight, scale):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rows", "is_wide"),
-    [("int8", 1, True), ("int8", 4, True), ("uint8", None, True), ("float32", 4, False)],
+    ("dtype", "rows", "is_wide"), [("int8", 1, True), ("int8", 4, True), ("uint8", None, True), ("float32", 4, False)]
 )
 def test_quantized_weights_that_are_gathered_after_they_are_scaled(mesh, dtype, rows, is_wide):
     def product(w, scale, x):

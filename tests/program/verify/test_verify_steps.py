@@ -22,11 +22,7 @@ PARAMS = {
         "down": jax.ShapeDtypeStruct((3, 256, 64), "float32"),
     },
 }
-RULES = [
-    ("embed", P("fsdp", "tp")),
-    ("up", P(None, "fsdp", "tp")),
-    ("down", P(None, "tp", "fsdp")),
-]
+RULES = [("embed", P("fsdp", "tp")), ("up", P(None, "fsdp", "tp")), ("down", P(None, "tp", "fsdp"))]
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +104,7 @@ def test_gradients_are_no_state_to_donate(compiled_step, plan, loss):
 
 def test_a_keyword_is_donated_by_its_name(mesh):
     compiled = (
-        jax.jit(lambda *, state: {"w": state["w"] + 1})
-        .lower(state={"w": shape(mesh, (64, 64), "fsdp")})
-        .compile()
+        jax.jit(lambda *, state: {"w": state["w"] + 1}).lower(state={"w": shape(mesh, (64, 64), "fsdp")}).compile()
     )
     (finding,) = sr.verify(compiled, ({"state": P("fsdp")},), large=LARGE // 4)
     assert "donate_argnames='state'" in finding.fix
@@ -126,10 +120,7 @@ def test_a_cache_of_scanned_layers_that_is_not_donated(mesh, donate):
         def layer(x, of_layer):
             w, old = of_layer
             new = {
-                name: jax.lax.dynamic_update_slice(
-                    old[name], (x @ w[name])[:, None], (0, position, 0)
-                )
-                for name in "kv"
+                name: jax.lax.dynamic_update_slice(old[name], (x @ w[name])[:, None], (0, position, 0)) for name in "kv"
             }
             scores = jax.nn.softmax(jnp.einsum("bd,bsd->bs", x @ w["q"], new["k"]))
             return x + jnp.einsum("bs,bsd->bd", scores, new["v"]), new
