@@ -110,7 +110,7 @@ class Training:
             params: The plan of the parameters.
             only_whole: Count the arrays alone that no mesh axis cuts.
         """
-        parts = dict.fromkeys(("params", "gradients", "optimizer", "host"), 0)
+        parts: dict[str, int] = dict.fromkeys(("params", "gradients", "optimizer", "host"), 0)
 
         def add(
             part: str,

@@ -287,9 +287,12 @@ def changed(executable: Executable, carried: Sequence[State]) -> Iterator[Findin
     casting = "cast the new state to the dtypes of the old one"
     for state in carried:
         name, when = _STATE_WORDS[state.evidence]
-        level: Level = "warning" if state.evidence == "alike" else "error"
-        differences = [(level, placing, row) for row in _other_shardings(executable, state)]
-        differences += [("error", casting, row) for row in _other_dtypes(executable, state)]
+        of_sharding: Level = "warning" if state.evidence == "alike" else "error"
+        differences: list[tuple[Level, str, Any]] = []
+        for row in _other_shardings(executable, state):
+            differences.append((of_sharding, placing, row))
+        for row in _other_dtypes(executable, state):
+            differences.append(("error", casting, row))
         for level, fix, ((old, new), rows) in differences:
             leaves = [state.inputs[i] for i in rows]
             size = sum(map(side.bytes_of, leaves))
