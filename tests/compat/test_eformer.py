@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardrules.compat import eformer as ours
 from tests.support.contexts import legacy
+from tests.support.slow import slow
 
 theirs = pytest.importorskip("eformer.escale.partition.constraints", reason="eformer is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -282,7 +283,7 @@ ALIKE = [
 
 
 @pytest.mark.filterwarnings("ignore:Active mesh is empty")
-@pytest.mark.parametrize("in_force", [False, True])
+@pytest.mark.parametrize("in_force", [slow(False), True])
 def test_both_answer_alike(mesh, in_force):
     answered = 0
     for number, call in enumerate(ALIKE):

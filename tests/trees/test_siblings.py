@@ -146,7 +146,7 @@ TREES = 1000
 OTHERS = [check for check in random_blocks.CHECKS if check is not random_blocks.check_match]
 
 
-@pytest.mark.parametrize("seed", some(range(100), every=50))
+@pytest.mark.parametrize("seed", some(range(100), every=100))
 def test_each_leaf_of_random_blocks_gets_what_it_gets_alone(seed):
     """Of blocks alike but for one thing, in all dialects: on each call, and at each door."""
     for number, case in enumerate(random_blocks.cases(seed, TREES)):

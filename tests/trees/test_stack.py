@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._core import aligned_values
+from tests.support.slow import slow
 
 DEPTHS = [20, 50, 90, 130, 180, 250, 350, 500, 700, 1000, 1400, 1600, 3000]
 LEAF = jax.ShapeDtypeStruct((4, 8), "float32")
@@ -120,7 +121,7 @@ def all_walks(trees: dict[str, dict[int, Any]]) -> None:
     print("beside", "list", answered(beside, rows), sep=": ", flush=True)
 
 
-@pytest.mark.parametrize("kib", [256, 512, 1024, 8192])
+@pytest.mark.parametrize("kib", [256, slow(512), slow(1024), slow(8192)])
 def test_a_deep_tree_on_a_small_stack_does_not_crash(kib):
     run = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-m", "tests.trees.test_stack", str(kib)],
