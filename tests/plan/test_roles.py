@@ -44,7 +44,7 @@ def test_each_example_has_a_word_of_its_row(words):
     assert words.are_in(*components)
     assert any(map(words.is_name, components)) or words in (
         path_words.NORM, path_words.VECTOR, path_words.LOOKUP, path_words.NO_LOOKUP,
-        path_words.EXPERTS, path_words.NO_EXPERTS, path_words.IN_ATTENTION,
+        path_words.EXPERTS, path_words.NO_EXPERTS, path_words.NO_STACK, path_words.IN_ATTENTION,
     )  # fmt: skip
 
 
@@ -235,3 +235,20 @@ def test_a_gate_beside_a_kernel_of_three_dimensions_is_no_router():
     assert not any(
         "experts" in of for of in sides(abstract({"layers": [mixer] * 4, "embed": {"embedding": (512, 64)}})).values()
     )
+
+
+def test_a_stack_without_a_norm_is_told_by_its_name_and_size():
+    kernels = {"up": (8, 64, 256), "down": (8, 256, 64), "bias": (8, 64)}
+    found = sides(abstract({"embed": (512, 64), "decoder": {"layers": kernels}}))
+    assert found["decoder/layers/up"] == "layers residual hidden"
+    assert found["decoder/layers/down"] == "layers hidden residual"
+    assert found["decoder/layers/bias"] == "layers vector"
+    for other in (
+        {"attention": kernels},  # not the name of a stack
+        {"layers": {**kernels, "scale": (64,)}},  # an array without the layers
+        {"layers": {"up": (8, 64, 256), "down": (9, 256, 64)}},
+        {"layers": {"up": (64, 4, 16), "down": (64, 64)}},  # the width
+        {"layers": {"q": (8, 64), "o": (8, 32)}},  # matrices
+    ):
+        found = sides(abstract({"embed": (512, 64), **other}))
+        assert all("layers" not in of for of in found.values()), other

@@ -343,10 +343,9 @@ def _rows_like(path: str, plan: Plan) -> list[int]:
         searches.append(rf"(?:\A|{between})(?:{inside})(?:\Z|{between})")
     for searched in searches:
         fits = re.compile(searched, re.DOTALL).search
-        rows = [row for row, candidate in enumerate(plan.paths) if fits(candidate)]
+        rows = [row for row, other in enumerate(plan.paths) if fits(other)]
         if not rows and "{" in path:
-            matching = (siblings.rows for siblings in plan.folded if fits(siblings.pattern))
-            rows = [row for folded_rows in matching for row in folded_rows.tolist()]
+            rows = [row for of in plan.folded if fits(of.pattern) for row in of.rows.tolist()]
         if rows:
             return rows
     return []
@@ -355,6 +354,6 @@ def _rows_like(path: str, plan: Plan) -> list[int]:
 def _no_such_path(plan: Plan, path: str) -> str:
     patterns = [folded.pattern for folded in plan.folded]
     components = set(_COMPONENT.findall(path))
-    sharing = [text for text in patterns if components & set(_COMPONENT.findall(text))]
+    sharing = [other for other in patterns if components & set(_COMPONENT.findall(other))]
     near = near_shown(path, patterns) or near_shown(path, sharing, least=0)
     return f"no leaf has the path {brief(path)}{near or '; plan.paths lists them'}"

@@ -389,10 +389,10 @@ def axes_said(tree: Any, rows: Any) -> dict[int, tuple[Any, ...]]:
         return {}
     from jax.tree_util import tree_leaves
 
-    pairs = zip(tree_leaves(rows), open_boxes(tree).names_of_arrays(), strict=True)
+    said = zip(tree_leaves(rows), open_boxes(tree).names_of_arrays(), strict=True)
     return {
         row: tuple(names)
-        for row, names in pairs
+        for row, names in said
         if isinstance(names, tuple | list) or is_partition_spec(names)
     }
 
@@ -413,7 +413,7 @@ def check_rules_are_for_paths(leaves: Leaves, rules: Rules, tree: Any) -> None:
     patterns = [pattern for pattern, _ in rules]
     if not all(isinstance(pattern, str) and _PLAIN.fullmatch(pattern) for pattern in patterns):
         return
-    names = {name for axes in axes_said(tree, leaves.tree).values() for name in axes}
+    names = {name for said in axes_said(tree, leaves.tree).values() for name in said}
     if names.isdisjoint(patterns):
         return
     matches_nothing = set(matcher_of(rules).coverage_of_paths(leaves.paths).dead)
@@ -443,8 +443,8 @@ class _RoleNames(NamedTuple):
         begin, end = r"[/.\[\]']", r"(?:[/.\[\]']|$)"
         names = rf"(?:(?:^|{begin})(?:{self.anywhere})|^{begin}*(?:{self.at_top})){end}"
         search = re.compile(names).search
-        hits = [any(word in path for word in present) and bool(search(path)) for path in paths]
-        return np.array(hits, np.bool_)
+        found = [any(word in path for word in present) and bool(search(path)) for path in paths]
+        return np.array(found, np.bool_)
 
 
 # flax's, EasyLM's, EasyDeL's and Levanter's train states, nnx.Optimizer and orbax checkpoints of

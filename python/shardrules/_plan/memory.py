@@ -51,8 +51,8 @@ class DeviceBytes(NamedTuple):
         on_device = {name: size for name, size in self._by_part().items() if name != "host"}
         parts = (f"{name} {bytes_shown(size)}" for name, size in on_device.items() if size)
         host = f"; {bytes_shown(self.host)} in the host's memory" if self.host else ""
-        total = f"{bytes_shown(self.max)} on the fullest device: "
-        lines = [f"{total}{', '.join(parts) or 'nothing'}{host}", *guess_shown(self.guessed)]
+        held = f"{bytes_shown(self.max)} on the fullest device: "
+        lines = [f"{held}{', '.join(parts) or 'nothing'}{host}", *guess_shown(self.guessed)]
         return printable_lines(lines)
 
     def _by_part(self) -> dict[str, int]:
@@ -70,8 +70,8 @@ class DeviceBytes(NamedTuple):
 
 def guess_shown(paths: tuple[str, ...]) -> list[str]:
     """Return a line on these paths of the optimizer's by their names, or none."""
-    rest = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
-    return [f"assumed by names: optimizer of {paths[0]}{rest}"] if paths else []
+    more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
+    return [f"assumed by names: optimizer of {paths[0]}{more}"] if paths else []
 
 
 def hbm_bytes(hbm: float | str | None) -> int | None:

@@ -40,13 +40,16 @@ class Words:
 # Names of an array within its module, and of modules that say nothing.
 ARRAY: Final = Words(r"kernel|weight|w|value|embedding|param|bias|b|scale", "mlp/up/kernel")
 NEUTRAL: Final = Words(r"dense|linear|layer|base_layer|projection", "attention/dense/weight")
-NORM: Final = Words(r"norm|(^|_)ln(_|$)|gain", "h/0/ln_1/scale")
+NORM: Final = Words(r"norm|(^|_)ln(_|$)", "h/0/ln_1/scale")
 VECTOR: Final = Words(r"bias|scale|norm|gamma|beta|(^|_)ln(_|$)|(^|_)b$", "h/0/mlp/up/bias")
 LOOKUP: Final = Words(r"embed|wte|wpe|vocab", "model/embed_tokens/weight")
 NO_LOOKUP: Final = Words(r"patch|proj|unembed|head|conv", "patch_embeddings/projection/weight")
 EXPERTS: Final = Words(r"experts?(_|$)|moe", "layers/0/mlp/experts/up_proj")
 NO_EXPERTS: Final = Words(r"shared|att", "layers/0/mlp/shared_experts/up_proj/kernel")
 ROUTER: Final = Words(r"(\w*_)?(router|gate|gating|switch|w_?[gr])(_\w*)?", "mlp/gate/kernel")
+STACK: Final = Words(r"\w*layers?|stack\w*|stages?|repeats?|blocks?|periods?", "decoder/layers/up")
+# What begins with one size though it is no stack of layers: that of heads, a window or experts.
+NO_STACK: Final = Words(r"att(n|ention)|conv|experts?(_|$)|moe", "convs/a/kernel")
 # Projections from the residual stream, and back to it.
 READS: Final = Words(
     r"(to_)?w?q(kv)?(_.*)?|(to_)?w?kv?(_.*)?|(to_)?w?v(_proj)?|query.*|key.*|value.*|c_attn|in_proj.*|gate.*|up(_.*)?"
@@ -122,7 +125,7 @@ def projections(plan: Plan, head_dim: int | None = None) -> list[Projection]:
     The size of a head is `head_dim`, or that of the norm of single heads beside them: norms of all
     heads together have other sizes, for queries and for keys.
     """
-    heads_found: list[tuple[Folded, tuple[str, ...], int]] = []
+    found: list[tuple[Folded, tuple[str, ...], int]] = []
     widths: dict[tuple[str, ...], int] = defaultdict(int)
     norms: dict[tuple[str, ...], set[int]] = defaultdict(set)
     for folded in plan.folded:
@@ -143,14 +146,14 @@ def projections(plan: Plan, head_dim: int | None = None) -> list[Projection]:
             first = len(shape) > 1 and to_heads == (array == "weight")
             dim = len(shape) - (2 if first else 1)
             widths[module] = max(widths[module], shape[dim])
-            heads_found.append((folded, module, dim))
+            found.append((folded, module, dim))
     heads = {
         module: head_dim or size
         for module, (size, *others) in norms.items()
         if not others and 1 < size < widths[module]
     }
     result = []
-    for folded, module, dim in heads_found:
+    for folded, module, dim in found:
         shape, head = plan.kinds[folded.group].shape, heads.get(module, head_dim)
         assert shape is not None
         # Heads may have a dimension of their own, beside that of a head.

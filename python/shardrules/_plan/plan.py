@@ -241,12 +241,17 @@ class Plan(Decider):
         """Plan an optimizer's state: each leaf is cut as its parameter is.
 
         A leaf's parameter is the one whose path ends the leaf's, whole components only; of several
-        the longest. What begins all parameters' paths, or flax's `params`, may be missing there,
-        and Keras's flat names are known. A moment of the parameter's shape gets its spec; one that
-        lacks a dimension, as Adafactor's, lacks its entry; a history gets it behind None. All else
-        is replicated; `Kind.origin` says which of these it was. What follows a parameter is in its
-        kind of memory. Axes that a Variable or box of the state names, other than its parameter's,
-        decide instead, such as those of flax's `optimizer_sharding`.
+        the longest. What begins all parameters' paths, or flax's `params`, may be missing there: a
+        plan of {"params": params} fits the state of `params`. In a state of Keras,
+        `dense_kernel_momentum` belongs to `dense/kernel`. A moment of the parameter's shape gets
+        its spec; one that lacks a dimension, as Adafactor's `v_row` and `v_col`
+        (`optax.scale_by_factored_rms`), lacks its entry; a history with a dimension in front gets
+        it behind None; of dimensions that are 1, none is cut. All else is replicated; `Kind.origin`
+        says which of these it was. What follows a parameter is in its kind of memory, unless
+        another is given.
+
+        Axes that a Variable or box of the state names, other than its parameter's, decide instead:
+        those of flax's `nnx.Param(..., optimizer_sharding=...)`.
 
         Args:
             state: Any pytree of arrays or abstract arrays: `jax.eval_shape(tx.init, params)` of
@@ -284,10 +289,10 @@ class Plan(Decider):
         leaves = survey(
             unboxed(state).tree if is_boxed else state, Rules((), self._leaves.paths_dialect)
         )
-        named_axes = axes_said(state, leaves.tree)
+        said = axes_said(state, leaves.tree)
         if all(leaf.shape is None for leaf in leaves.types):
             check_arrays("state", state)
-        with_parameters = find_parameters(self._leaves, leaves, named_axes)
+        with_parameters = find_parameters(self._leaves, leaves, said)
         on_mesh = partial(put_state, self, with_parameters, zero1, memory_kind)
         return Plan._of(on_mesh, self._mesh, self._declared)
 
@@ -710,8 +715,8 @@ class Plan(Decider):
 
     def _on(self, mesh: SizedMesh) -> Plan:
         """Return the plan on the mesh; itself if it is there already."""
-        here, is_there = self._mesh, self._is_on(mesh.axis_sizes)
-        if is_there and (here.explicit_axes, here.may_lack) == (mesh.explicit_axes, mesh.may_lack):
+        own, is_there = self._mesh, self._is_on(mesh.axis_sizes)
+        if is_there and (own.explicit_axes, own.may_lack) == (mesh.explicit_axes, mesh.may_lack):
             return self
         return Plan._of(self._on_mesh, mesh, self._declared)
 

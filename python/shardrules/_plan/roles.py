@@ -1,8 +1,8 @@
 """Roles of the dimensions of a model's arrays: layers, experts, residual, hidden, heads, and so on.
 
 Read from shapes, from the fold and, where these leave a choice, from words in the paths: the
-residual width is the size that most arrays have; the norms of stacked layers have a dimension more,
-and the arrays of experts begin with as many as a router has outputs; a model's kernels are all [in,
+residual width is the size that most arrays have; the arrays of stacked layers all begin with one
+size, and those of experts with as many as a router has outputs; a model's kernels are all [in,
 out], as flax's, or all [out, in], as torch's.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -30,9 +30,11 @@ from shardrules._plan.path_words import (
     NEUTRAL,
     NO_EXPERTS,
     NO_LOOKUP,
+    NO_STACK,
     NORM,
     READS,
     ROUTER,
+    STACK,
     TO_LATENT,
     VECTOR,
     WRITES,
@@ -199,10 +201,7 @@ def roles_of(
         [('residual', 'hidden'), ('hidden', 'residual')]
     """
     heads = heads or {}
-    arrays = [
-        _Array(siblings, shapes[siblings.group], heads.get(int(siblings.rows[0])))
-        for siblings in folded
-    ]
+    arrays = [_Array(of, shapes[of.group], heads.get(int(of.rows[0]))) for of in folded]
     _find_stacks(arrays)
     _find_experts(arrays)
     width = _residual_width(arrays)
@@ -246,16 +245,8 @@ _Stack = tuple[tuple[str, ...], int, int]
 
 
 def _find_stacks(arrays: list[_Array]) -> None:
-    """Find the dimensions of layers that are scanned, by the norms of a block.
-
-    They have two dimensions there, of which layers are the smaller.
-    """
-    stacks: list[_Stack] = []
-    for array in arrays:
-        if array.is_norm and len(array.shape) == 2 and 1 not in array.shape:
-            block = array.words[:-1] if NORM.are_in(array.words[-1]) else array.words[:-2]
-            layers = min(array.shape)
-            stacks.append((block, array.shape.index(layers), layers))
+    """Find the dimensions of layers that are scanned."""
+    stacks = [*_stacks_of_norms(arrays), *_stacks_by_shape(arrays)]
     for array in arrays:
         for block, dim, layers in stacks:
             is_inside = array.words[: len(block)] == block
@@ -264,9 +255,55 @@ def _find_stacks(arrays: list[_Array]) -> None:
                 break
 
 
+def _stacks_of_norms(arrays: list[_Array]) -> Iterator[_Stack]:
+    """Yield blocks whose norms have two dimensions, of which layers are the smaller."""
+    for array in arrays:
+        if array.is_norm and len(array.shape) == 2 and 1 not in array.shape:
+            block = array.words[:-1] if NORM.are_in(array.words[-1]) else array.words[:-2]
+            layers = min(array.shape)
+            yield block, array.shape.index(layers), layers
+
+
+def _stacks_by_shape(arrays: list[_Array]) -> Iterator[_Stack]:
+    """Yield blocks without such a norm: all their arrays begin alike."""
+    blocks: dict[tuple[str, ...], list[_Array]] = defaultdict(list)
+    for array in arrays:
+        for end in range(1, len(array.words)):
+            if array.words[end] != "#":
+                blocks[array.words[:end]].append(array)
+    routers = _experts_of_routers(arrays, None)
+    for block, inside in blocks.items():
+        is_named = STACK.is_name(block[-1])
+        if _are_stacked([array.shape for array in inside], is_named=is_named):
+            layers = inside[0].shape[0]
+            may_be = is_named or not all(map(_is_no_stack, inside))
+            if may_be and layers not in _around(block, routers):
+                yield block, 0, layers
+
+
 def _around(words: tuple[str, ...], routers: Mapping[tuple[str, ...], set[int]]) -> set[int]:
     """Return the numbers of experts of the routers in the blocks around these words."""
     return set().union(*(routers[words[:end]] for end in range(len(words))))
+
+
+def _is_no_stack(array: _Array) -> bool:
+    return NO_STACK.are_in(*array.words) or ATTENTION.is_name(array.name)
+
+
+def _are_stacked(shapes: list[Shape], *, is_named: bool) -> bool:
+    """Tell if arrays all begin with one size, which is smaller than another of each kernel's.
+
+    Some kernels must not have it a second time, as windows have; heads may be as many as layers.
+    """
+    if len(shapes) < 2 or len({shape[0] for shape in shapes if shape}) != 1:
+        return False
+    kernels = [shape for shape in shapes if len(shape) > 2]
+    once = [shape for shape in kernels if shape[0] not in shape[1:]]
+    return (
+        min(map(len, shapes)) > 1
+        and len(once) >= (1 if is_named else 2)
+        and all(shape[0] < max(shape[1:]) for shape in kernels)
+    )
 
 
 def _find_experts(arrays: list[_Array]) -> None:
@@ -282,16 +319,16 @@ def _find_experts(arrays: list[_Array]) -> None:
             array.front[rest[0]] = "experts"
 
 
-def _experts_of_routers(arrays: list[_Array], width: int) -> dict[tuple[str, ...], set[int]]:
+def _experts_of_routers(arrays: list[_Array], width: int | None) -> dict[tuple[str, ...], set[int]]:
     """Return, by the words of the block around a router, how many experts it chooses from.
 
-    Its other side is the residual width: a gate of an MLP is wider.
+    Its other side is the residual width, if that is known: a gate of an MLP is wider.
     """
     experts_in: dict[tuple[str, ...], set[int]] = defaultdict(set)
     for array in arrays:
         if len(array.rest) == 2 and not array.is_vector and ROUTER.is_name(array.name):
-            experts, side = sorted(array.shape[dim] for dim in array.rest)
-            if width == side:
+            experts, other = sorted(array.shape[dim] for dim in array.rest)
+            if width in (None, other):
                 experts_in[array.module[:-1]].add(experts)
     return experts_in
 
@@ -335,7 +372,7 @@ def _residual_widths(arrays: list[_Array], width: int) -> list[frozenset[int]]:
 def _is_in_out(arrays: list[_Array], width: int) -> bool | None:
     """Return whether kernels are [in, out]; None without a sign.
 
-    The names of some say which side the width is on.
+    The names of some say which side the width is on. Without such names, arrays are called so.
     """
     votes = 0
     for array in arrays:
@@ -343,7 +380,12 @@ def _is_in_out(arrays: list[_Array], width: int) -> bool | None:
             first, last = (array.shape[array.rest[end]] == width for end in (0, -1))
             if first != last:
                 votes += 1 if first == (flow == "reads") else -1
-    return votes > 0 if votes else None
+    if votes == 0:
+        called = {array.words[-1] for array in arrays if len(array.shape) > 1}
+        return {(True, False): True, (False, True): False}.get(
+            ("kernel" in called, "weight" in called)
+        )
+    return votes > 0
 
 
 def _contracted(array: _Array, width: int, is_in_out: bool | None) -> list[int]:
@@ -435,7 +477,7 @@ def _hidden(
 def _of_heads(array: _Array, dims: list[int]) -> dict[int, Side]:
     """Name the hidden sides of a kernel, such as heads and the size of one."""
     first, *others = dims
-    if others and any(array.shape[first] == n and words.is_name(array.name) for n, words in FUSED):
+    if others and any(array.shape[first] == n and of.is_name(array.name) for n, of in FUSED):
         return {first: "fused", **_of_heads(array, others)}
     return {first: "heads" if others else "hidden", **dict.fromkeys(others, "head")}
 

@@ -91,18 +91,18 @@ def put_state(
     kind_of_parameter = [*params.kind_of.tolist(), _NONE]
     parameters = [kind_of_parameter[row] for row in state.rows]
     columns = (leaves.kind_of.tolist(), parameters, state.factors, state.own_axes, is_state)
-    groups, kind_of = grouped(zip(*columns, strict=True))
+    alike, kind_of = grouped(zip(*columns, strict=True))
     kinds = [
         _state_kind(
             leaves.types[number],
             None if parameter == _NONE else params.kinds[parameter],
             factor,
-            own_axes,
+            own,
             params,
             zero1=zero1 if is_in_state and parameter != _NONE else None,
             memory_kind=memory_kind if is_in_state else None,
         )
-        for number, parameter, factor, own_axes, is_in_state in groups
+        for number, parameter, factor, own, is_in_state in alike
     ]
     sources = [
         path if row == _NONE else params.sources[row]
@@ -113,14 +113,14 @@ def put_state(
         rules=params.rules,
         sources=sources,
         kind_of=kind_of,
-        types=[leaves.types[number] for number, *_ in groups],
+        types=[leaves.types[number] for number, *_ in alike],
         follows_parameters=True,
     )
     return put, kinds
 
 
 def find_parameters(
-    params: Leaves, state: Leaves, named_axes: Mapping[int, tuple[Any, ...]]
+    params: Leaves, state: Leaves, said: Mapping[int, tuple[Any, ...]]
 ) -> StateLeaves:
     """Find the parameters of the leaves of a state, of which some say their axes themselves."""
     check_distinct(params.paths, "a state finds its parameters by their paths")
@@ -139,7 +139,7 @@ def find_parameters(
             choices.append([(path[:last], _row_of_flat_name(path[last:], flat_names))])
             continue
         start, row = first
-        further = ((path[: start + end], later) for end, later in others(path[start:]))
+        further = ((path[: start + end], other) for end, other in others(path[start:]))
         choices.append([(path[:start], row), *further])
     found_behind = _found_behind(choices) if any(len(each) > 1 for each in choices) else {}
     rows, factors = [], []
@@ -150,21 +150,20 @@ def find_parameters(
         factors.append(None if row == _NONE else _factor_in(prefix))
     if params.paths and all(row == _NONE for row in rows):
         _check_no_moments(params, state)
-    return StateLeaves(state, rows, factors, _own_axes(params, rows, named_axes))
+    return StateLeaves(state, rows, factors, _own_axes(params, rows, said))
 
 
 def _own_axes(
-    params: Leaves, rows: list[int], named_axes: Mapping[int, tuple[Any, ...]]
+    params: Leaves, rows: list[int], said: Mapping[int, tuple[Any, ...]]
 ) -> list[tuple[Any, ...] | None]:
-    if not named_axes:
+    if not said:
         return [None] * len(rows)
     names = {_NONE: None} | {
         row: params.types[kind].names for row, kind in enumerate(params.kind_of.tolist())
     }
     names |= axes_said(params.tree, params.tree)
     return [
-        None if (own_axes := named_axes.get(place)) == names[row] else own_axes
-        for place, row in enumerate(rows)
+        None if (own := said.get(place)) == names[row] else own for place, row in enumerate(rows)
     ]
 
 
@@ -187,11 +186,11 @@ def _found_behind(choices: Iterable[list[tuple[str, int]]]) -> dict[str, set[int
     A moment is a tree of all parameters: of two places where it may begin, it does where more of
     them are found.
     """
-    parameters_behind: dict[str, set[int]] = {}
+    found: dict[str, set[int]] = {}
     for prefix, row in itertools.chain.from_iterable(choices):
         if row != _NONE:
-            parameters_behind.setdefault(prefix, set()).add(row)
-    return parameters_behind
+            found.setdefault(prefix, set()).add(row)
+    return found
 
 
 def _check_no_moments(params: Leaves, state: Leaves) -> None:
@@ -321,7 +320,7 @@ def _state_kind(
     leaf: LeafType,
     parameter: Kind | None,
     factor: int | None,
-    own_axes: tuple[Any, ...] | None,
+    own: tuple[Any, ...] | None,
     params: Plan,
     *,
     zero1: str | None,
@@ -330,11 +329,8 @@ def _state_kind(
     """Return the kind of leaves that belong to a parameter of this kind, if to any."""
     fit, rule = REPLICATED, NO_RULE_NEEDED
     # What a factored moment says is its parameter's, of more dimensions.
-    if own_axes is not None and leaf.shape is not None and len(own_axes) == len(leaf.shape):
-        fit, origin = (
-            _own_fit(leaf, own_axes, params),
-            f"the axes that the state itself names: {own_axes}",
-        )
+    if own is not None and leaf.shape is not None and len(own) == len(leaf.shape):
+        fit, origin = _own_fit(leaf, own, params), f"the axes that the state itself names: {own}"
     elif parameter is None:
         origin = "no parameter is found by its path: replicated"
     else:
@@ -399,15 +395,15 @@ def _cut_by_zero1(
     entries = [*entries_of(spec), *[None] * (len(shape) - len(spec))]
     if axis_sizes[axis] == 1 or axis in axes_named(spec):
         return None
-    shard_sizes = {
+    held = {
         dim: size // parts
         for dim, (size, entry) in enumerate(zip(shape, entries, strict=False))
         for parts in [prod(axis_sizes.get(name, 1) for name in entry_axes(entry))]
         if size and size % (parts * axis_sizes[axis]) == 0 and not is_unconstrained(entry)
     }
-    if not shard_sizes:
+    if not held:
         return None
-    dim = max(shard_sizes, key=shard_sizes.__getitem__)
+    dim = max(held, key=held.__getitem__)
     entries[dim] = entry_of((*entry_axes(entries[dim]), axis))
     return with_entries(spec, entries)
 
@@ -467,8 +463,8 @@ def _gradient_kind(leaf: LeafType, parameter: Kind, axis_sizes: Mapping[str, int
             "reduced": tags.get("unreduced", []),
         }
         spec = with_tags(spec, {name: axes for name, axes in swapped.items() if axes})
-        tags_text = ", ".join(tags_shown(spec))
-        origin = "; ".join(filter(None, (origin, tags_text and f"a gradient, {tags_text}"))) or None
+        told = ", ".join(tags_shown(spec))
+        origin = "; ".join(filter(None, (origin, told and f"a gradient, {told}"))) or None
     # They are made on the device, wherever the parameters are.
     return kind_of(
         leaf, parameter, axis_sizes, spec=spec, _counted=None, origin=origin, memory_kind=None

@@ -195,8 +195,8 @@ def _best_first(rows: list[SweepRow], margin: float) -> Iterator[SweepRow]:
     Bytes that differ by less than `_TIE`, or than the margin among those that fit, are a tie.
     """
     best = sorted(rows, key=lambda row: (*_usable(row), _held_bytes(row), row.devices))
-    for _, rows_alike in itertools.groupby(best, key=_usable):
-        remaining = [*rows_alike]
+    for _, alike in itertools.groupby(best, key=_usable):
+        remaining = [*alike]
         while remaining:
             least = _held_bytes(remaining[0])
             most = least + max(_TIE * least, margin if remaining[0].fits else 0)

@@ -273,14 +273,14 @@ def _overlaps(
 
 def _same_leaves(pairs: Pairs) -> list[tuple[Kind, Kind]]:
     """Return the kinds of the pairs, if both plans have the same leaves."""
-    same_pairs = {
+    alike = {
         number: (before, after)
         for number, (before, after) in enumerate(pairs.groups)
         if before and after and _type_of(before) == _type_of(after)
     }
-    if len(same_pairs) == len(pairs.groups):
-        return list(same_pairs.values())
-    rows = np.flatnonzero(np.isin(pairs.group_of, list(same_pairs), invert=True))
+    if len(alike) == len(pairs.groups):
+        return list(alike.values())
+    rows = np.flatnonzero(np.isin(pairs.group_of, list(alike), invert=True))
     folded = fold([pairs.paths[row] for row in rows], pairs.group_of[rows])
     raise ValueError(
         listing(

@@ -81,7 +81,8 @@ def rehearse(
         rtol: The largest difference of a result that is accepted, by its largest value. Default:
             eight times what one rounding of the arguments does to it.
         args: The step's arguments with their values. Default: those that `step_on` gives as
-            arrays, and else random ones: small positive floats, and integers that are rows of
+            arrays, and else random ones: small floats of both signs, then positive
+            ones, and integers that are rows of
             every table.
 
     Returns:
@@ -125,19 +126,43 @@ def rehearse(
                 f"{what} are others, or of other shapes or dtypes; let it use the mesh for "
                 "shardings alone, and make no dimension of a device's own rows"
             )
-    values = _values(sharded, args)
+    # Sums of positive values hide what is not linear, and roots of others are no numbers.
+    signed = _rehearsed(single, sharded, args, rtol, is_signed=True)
+    if signed is not None and (args is not None or signed.at_least("warning")):
+        return signed
+    positive = _rehearsed(single, sharded, args, rtol, is_signed=False)
+    assert positive is not None
+    return positive
+
+
+def _rehearsed(
+    single: _Lowered,
+    sharded: _Lowered,
+    args: tuple[Any, ...] | None,
+    rtol: float | None,
+    *,
+    is_signed: bool,
+) -> Findings | None:
+    """Return what rounding does not explain; None if signed values give what is no number."""
+    values = _values(sharded, args, is_signed=is_signed)
     arguments = [
         values,
         *(_moved_by_rounding(values, sharded.rounding, seed) for seed in (1, 2)),
         values,
     ]
     arrays, copies = _run(single, sharded, arguments)
+    if is_signed and any(
+        jnp.issubdtype(array.dtype, jnp.inexact) and not np.isfinite(array).all()
+        for array in map(np.asarray, arrays[0])
+    ):
+        return None
     findings = []
     for place, path in enumerate(sharded.output_paths()):
         findings.append(_compared(path, [results[place] for results in arrays], arguments, rtol))
         if copies[place] is not None:
             findings.append(_finding_of_copies(path, *copies[place]))
-    summary = f"{counted(len(copies), 'result')} on {mesh_shown(sizes)} and on one device"
+    sizes = mesh_shown(sharded.request["mesh"])
+    summary = f"{counted(len(copies), 'result')} on {sizes} and on one device"
     return Findings(filter(None, findings), summary)
 
 
@@ -198,7 +223,7 @@ def _stored_form(info: Any) -> tuple[str, tuple[int, ...]]:
     return np.dtype(info.dtype).name, tuple(info.shape)
 
 
-def _values(lowered: _Lowered, args: tuple[Any, ...] | None) -> list[Any]:
+def _values(lowered: _Lowered, args: tuple[Any, ...] | None, *, is_signed: bool) -> list[Any]:
     """Return the arguments that a step uses, as they are leaves or random."""
     leaves = tree_util.tree_leaves(
         [
@@ -219,7 +244,7 @@ def _values(lowered: _Lowered, args: tuple[Any, ...] | None) -> list[Any]:
         if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             value = jax.random.key_data(value)
         if value is None or isinstance(value, jax.ShapeDtypeStruct):
-            return _random(dtype, shape, rows, generator)
+            return _random(dtype, shape, rows, generator, is_signed=is_signed)
         if np.shape(value) != shape:
             raise ValueError(f"args has an array of {np.shape(value)} where the step takes {shape}")
         array = np.asarray(value)
@@ -233,11 +258,18 @@ def _values(lowered: _Lowered, args: tuple[Any, ...] | None) -> list[Any]:
     ]
 
 
-def _random(dtype: Any, shape: tuple[int, ...], rows: int, generator: np.random.Generator) -> Any:
-    """Return random values; floats are positive, as variances must be, and sums of them small."""
+def _random(
+    dtype: Any,
+    shape: tuple[int, ...],
+    rows: int,
+    generator: np.random.Generator,
+    *,
+    is_signed: bool,
+) -> Any:
+    """Return random values, of which sums are small; positive floats, as variances must be."""
     if jnp.issubdtype(dtype, jnp.inexact):
-        scale = max([10, *(size / 8 for size in shape[-2:-1])])
-        return (abs(generator.normal(size=shape)) / scale).astype(dtype)
+        value = generator.normal(size=shape) / max([10, *(size / 8 for size in shape[-2:-1])])
+        return (value if is_signed else abs(value)).astype(dtype)
     if dtype == np.bool_:
         return generator.random(shape) < 0.5
     if dtype == np.uint32:  # of keys
