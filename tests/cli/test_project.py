@@ -152,7 +152,7 @@ def test_diff_compares_the_lock_of_each_job(project):
         ("[jobs.a]\nmodel = 'm'\nhead-dim = true", "job a: head-dim is True (a bool); write a number or a text"),
         ("[jobs.a]\nfunction = 'a:b'\ntime = 1", "job a: time is 1 (an int); write true or false"),
         ("[jobs.a]\nmodel = 'm'\nlevel = {ded = 'off'}", "job a: level: there is no finding 'ded' (did you mean dead?)"),
-        ("[jobs.a]\nmodel = 'm'\nrules = 'r'\nmesh = 'tp=2'\nhbm = '1'", "error: a: Invalid value for '--hbm': it is '1': that is 1 bytes; write 1e9, or '1GB'"),
+        ("[jobs.a]\nmodel = 'm'\nrules = 'r'\nmesh = 'tp=2'\nhbm = '1'", "error: a: Invalid value for '--hbm': the value is '1': that is 1 bytes; write 1e9, or '1GB'"),
         ("[jobs]\na = 1", "job a: it is 1 (an int); write a table"),
         ("[jobs.a]\nfunction = 'a:b'", "no job is for check, which needs model"),
         ("[jobs.a]\nmodel = 'm'", "error: a: Missing option '-r' / '--rules'."),

@@ -185,6 +185,21 @@ def test_a_step_that_is_the_same(name):
     assert not rehearsal.at_least("warning"), rehearsal
 
 
+def test_sums_behind_what_is_not_linear_are_told():
+    """Of positive values alone they are the same."""
+
+    def step_on(mesh):
+        def layer(x, w):
+            return lax.psum(jax.nn.relu(x @ w), "tp")
+
+        specs = (P("fsdp", "tp"), P("tp"))
+        step = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=P("fsdp"))
+        x, w = (placed(mesh, shape, "float32", *spec) for shape, spec in zip([(8, 64), (64, 64)], specs, strict=True))
+        return jax.jit(step), (x, w)
+
+    assert [one.kind for one in sr.rehearse(step_on, SIZES).at_least("error")] == ["unequal"]
+
+
 @pytest.mark.parametrize("fault", some(FAULTS, every=3))
 def test_a_fault_that_changes_the_answer(fault):
     findings = sr.rehearse(partial(by_hand, fault=fault), SIZES)

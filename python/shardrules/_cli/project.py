@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from shardrules._base.io import FileError, read_bytes
 from shardrules._base.text import printable, shown
 from shardrules._cli.options import Command, commands
-from shardrules._cli.process import FAILED, code_of, hint, is_quiet, print_note
+from shardrules._cli.process import FAILED, code_of, hint, print_note
 from shardrules._cli.types import FILE, KeyValues, did_you_mean
 from shardrules._plan.codec import check_keys, naming
 from shardrules._plan.files.rules import parse_toml
@@ -52,7 +52,7 @@ def run_jobs(
     codes = []
     with contextlib.chdir(path.parent):
         for name, values in jobs.items():
-            if job is None and not is_quiet():
+            if job is None:
                 click.echo(click.style(printable(f"{name}:"), bold=True), file=sys.stdout)
             codes.append(_run_job(command, ctx, name, values, words))
     return max(codes)

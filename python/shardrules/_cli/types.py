@@ -79,7 +79,7 @@ def _axes(value: str | list[str]) -> tuple[str, ...]:
 def _bytes(value: str | int) -> int:
     from shardrules._base.arguments import byte_size
 
-    return byte_size("it", value)
+    return byte_size("the value", value)
 
 
 def _memory(value: str | int) -> int:
@@ -94,7 +94,7 @@ def _memory(value: str | int) -> int:
             return device.memory_bytes
         meant = did_you_mean(text, public_hardware())
         raise ValueError(f"{text!r} is neither bytes, such as 96GB, nor a device{meant}")
-    return memory_bytes("it", text)
+    return memory_bytes("the value", text)
 
 
 def _share(value: str) -> float:

@@ -161,8 +161,8 @@ def _rehearsed(
         findings.append(_compared(path, [results[place] for results in arrays], arguments, rtol))
         if copies[place] is not None:
             findings.append(_finding_of_copies(path, *copies[place]))
-    sizes = mesh_shown(sharded.request["mesh"])
-    summary = f"{counted(len(copies), 'result')} on {sizes} and on one device"
+    mesh = mesh_shown(sharded.sizes)
+    summary = f"{counted(len(copies), 'result')} on {mesh} and on one device"
     return Findings(filter(None, findings), summary)
 
 
@@ -187,7 +187,7 @@ class _Lowered:
             )
         if jax.__version_info__ < (0, 8) and _NARROW.search(self._inner.as_text()):
             raise RuntimeError("XLA for CPU of JAX 0.7 spoils arrays of 2 and 4 bits: take JAX 0.8")
-        self.asked, self.kept = asked, kept
+        self.asked, self.kept, self.sizes = asked, kept, sizes
         infos = tree_util.tree_leaves(self._inner.args_info)
         self.count = len(infos)
         self.avals = [_stored_form(infos[leaf]) for leaf in kept]

@@ -57,8 +57,12 @@ def sweep(
     if not how.rules:
         if len(mesh) > 1:
             raise ValueError("--mesh: of a step give one, or --on or --devices for several")
-        if memory.gradients or memory.optimizer:
-            raise ValueError("a step has its own gradients and optimizer: give --rules of a model")
+        if memory.gradients or memory.optimizer or how.dialect:
+            raise ValueError(
+                "a step has its own rules, gradients and optimizer: give --rules of a model"
+            )
+        if ":" not in model:
+            raise ValueError(f"{model}: a model needs --rules; without them SOURCE is a step")
         with process.working("asking the compiler") as show:
             programs = swept(
                 find_object(model), mesh[0] if mesh else where, axes or None, tries,

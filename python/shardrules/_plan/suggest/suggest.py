@@ -329,9 +329,13 @@ def missing_text(source: str, plan: Plan, suggestion: Suggestion) -> str:
     added = [rule for rule in np.unique(suggestion.plan.rule[bare]).tolist() if rule >= 0]
     where = f"before rule {catch_alls[0]}" if catch_alls else "at the end of the list"
     lines = [printable(f"# {source}: {counted(len(added), 'rule')} to paste {where}:")]
-    suffix = Path(source).suffix
+    path = Path(source)
+    suffix = path.suffix
+    is_inline = suffix == ".toml" and path.is_file() and "[[rules]]" not in path.read_text("utf-8")
     for (pattern, value), note in ((suggestion.rules[n], suggestion._notes[n]) for n in added):
-        if suffix == ".toml":
+        if is_inline:  # rows of `rules = [...]`
+            lines += [f"# {note}", f"{json.dumps(short(rule_data(pattern, value)))},"]
+        elif suffix == ".toml":
             lines += [*_toml_rule(pattern, value, note), ""]
         elif suffix in (".json", ".gz"):
             lines.append(json.dumps(short(rule_data(pattern, value))).replace("#", "\\u0023") + ",")
@@ -432,7 +436,11 @@ def suggest(
         on_any = bare.with_rules(Rules((), dialect)).on_mesh(dict.fromkeys(over, 2))
         on_any = bare.with_rules(draft(on_any, units).rules)
         best, *_ = on_any.sweep(
-            devices=devices, axes=over, hbm=hbm, gradients=True, optimizer=moments
+            devices=devices,
+            axes=over,
+            hbm=hbm,
+            gradients=True,
+            optimizer=_moments_beside(bare, moments),
         )
         bare = bare.on_mesh(best.mesh)
     uses = uses_of(bare.axis_sizes)
@@ -497,10 +505,15 @@ def _default_axes(units: Iterable[Unit]) -> tuple[str, ...]:
     return (*_AXES, "ep") if has_experts else _AXES
 
 
+def _moments_beside(plan: Plan, moments: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+    """Return the moments that are counted beside a tree: none where it has the state."""
+    return None if len(plan._leaves.rows_by_role.optimizer) else moments
+
+
 def _check_room(result: Plan, hbm: int | None, moments: tuple[Any, ...] | None) -> None:
     """Check that parameters, gradients and the optimizer's moments fit."""
-    has_state = len(result._leaves.rows_by_role.optimizer)
-    needed = result.bytes_per_device(gradients=True, optimizer=None if has_state else moments)
+    beside = _moments_beside(result, moments)
+    needed = result.bytes_per_device(gradients=True, optimizer=beside)
     if hbm is not None and needed.max > hbm:
         raise ValueError(
             f"hbm: on {mesh_shown(result.axis_sizes)} there is no room: a device needs {needed}, "
