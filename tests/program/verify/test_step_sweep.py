@@ -155,9 +155,9 @@ def test_the_command():
 
 
 MIXED = {
-    "a model without rules": (("model.json", "-m", "tp=2"), "model.json"),
+    "a model without rules": (("model.json", "-m", "tp=2"), "model.json: a model needs --rules"),
     "choices of a model": (("model.json", "-m", "tp=2", "-r", "r.toml", "--try", "batch=8"), "'--try' and '-r' / '--rules' exclude each other"),
-    "options of a model": ((FUNCTION, "-m", "tp=2", "--optimizer", "adam"), "a step has its own gradients and optimizer"),
+    "options of a model": ((FUNCTION, "-m", "tp=2", "--optimizer", "adam"), "a step has its own rules, gradients and optimizer"),
     "two meshes": ((FUNCTION, "-m", "tp=2", "-m", "tp=4"), "of a step give one"),
     "fixed axes": ((FUNCTION, "--devices", "4", "--axes", "fsdp,tp=1"), "'tp=1' has a size"),
     "a keyword": ((FUNCTION, "-m", "tp=2", "--try", "bach=8"), "beside the mesh it takes batch, width"),
