@@ -41,11 +41,6 @@ def printable(line: str) -> str:
     return _COMMAND.sub(_without_command, line) if "::" in line or "##" in line else line
 
 
-def is_command(line: str) -> bool:
-    """Return whether a CI runner would obey the line, if it stood in a job's log as it is."""
-    return _COMMAND.search(line.lstrip()) is not None
-
-
 def printable_lines(lines: Iterable[str]) -> str:
     """Join lines after making each of them printable."""
     return "\n".join(map(printable, lines))

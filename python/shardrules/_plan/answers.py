@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Final, NamedTuple, Self, SupportsIndex, TypeVar, overload
 
@@ -18,9 +16,6 @@ from shardrules._base.text import (
 
 # Wider cells, such as names of a megabyte, stand out of their column: all others are not padded.
 _WIDEST: Final = 200
-# Of a path; a cell that is elided keeps so many characters.
-_WORDS: Final = re.compile(r"[^/]*/|[^/]+")
-_LEAST_CELL: Final = 24
 
 
 class Column(NamedTuple):
@@ -28,10 +23,6 @@ class Column(NamedTuple):
 
     head: str
     is_right: bool = False
-    is_elided: bool = False
-    """Whether long cells lose their middle where lines must be narrow."""
-    is_optional: bool = False
-    """Whether it goes where lines must be narrow, the last one first."""
 
 
 class Table:
@@ -72,51 +63,9 @@ class Table:
             f"<tbody>{body}</tbody></table>"
         )
 
-    def narrow(self, width: int) -> Table:
-        """Return the table for lines of this width, without columns and middles that lack room."""
-        columns, rows = self.columns, self.rows
-        least = [
-            min(size, _LEAST_CELL) if column.is_elided else size
-            for column, size in zip(columns, self._widths(), strict=True)
-        ]
-        kept = [*range(len(columns))]
-        for number in reversed(range(len(columns))):
-            if columns[number].is_optional and _line_width(least[n] for n in kept) > width:
-                kept.remove(number)
-        for number in kept:
-            if columns[number].is_elided:
-                others = _line_width(least[n] for n in kept) - least[number]
-                room = max(width - others, least[number])
-                rows = [
-                    [*row[:number], elided(row[number], room), *row[number + 1 :]] for row in rows
-                ]
-        return Table([columns[n] for n in kept], ([row[n] for n in kept] for row in rows))
-
     def _widths(self) -> list[int]:
         lines = ([column.head for column in self.columns], *self.rows)
         return [min(_WIDEST, max(map(len, cells))) for cells in zip(*lines, strict=True)]
-
-
-def _line_width(widths: Iterable[int]) -> int:
-    return sum(width + 2 for width in widths) - 2
-
-
-def elided(text: str, width: int) -> str:
-    """Return a path without its middle, between two words where that is possible."""
-    if len(text) <= width:
-        return text
-    room, start, end = width - 4, "", ""
-    words = deque(_WORDS.findall(text))
-    while words:
-        free = room - len(start) - len(end)
-        is_last = len(words[-1]) <= free and (len(end) <= len(start) or len(words[0]) > free)
-        if not is_last and len(words[0]) > free:
-            break
-        start, end = (start, words.pop() + end) if is_last else (start + words.popleft(), end)
-    if end:
-        return f"{start}.../{end}"
-    half = max(width - 3, 2) // 2  # a word is longer
-    return f"{text[:half]}...{text[-half:]}"
 
 
 _Row = TypeVar("_Row")

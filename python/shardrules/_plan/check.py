@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardrules._base.arguments import check_choice
 from shardrules._base.specs import Entries, axes_in_tags
 from shardrules._base.text import counted, mesh_shown
-from shardrules._plan import check_leaves
+from shardrules._plan import check_leaves  # noqa: F401 # which registers its checks, as this does
 from shardrules._plan.check_context import (
     CHECKS,
     KINDS,
@@ -49,9 +49,6 @@ from shardrules._plan.kinds import (
 
 if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
-
-_MODULE: Final = check_leaves
-"""It registers its checks with `check_of`, as this one does."""
 
 
 def run_checks(

@@ -51,13 +51,13 @@ if TYPE_CHECKING:
 _MOST_ROWS: Final = 60
 _MOST_HTML_ROWS: Final = 50
 _COLUMNS: Final = (
-    Column("path", is_elided=True),
-    Column("leaves", is_right=True, is_optional=True),
+    Column("path"),
+    Column("leaves", is_right=True),
     Column("shape"),
-    Column("dtype", is_optional=True),
-    Column("rule", is_right=True, is_optional=True),
+    Column("dtype"),
+    Column("rule", is_right=True),
     Column("spec"),
-    Column("bytes", is_right=True, is_optional=True),
+    Column("bytes", is_right=True),
     Column("per device", is_right=True),
 )
 _RULE_COLUMNS: Final = tuple(

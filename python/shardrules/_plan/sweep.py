@@ -33,10 +33,10 @@ _MOST_MESHES: Final = 10_000
 _TIE: Final = 0.05
 _COLUMNS: Final = (
     Column("mesh"),
-    Column("devices", is_right=True, is_optional=True),
+    Column("devices", is_right=True),
     Column("per device", is_right=True),
-    Column("replicated", is_right=True, is_optional=True),
-    Column("corrections", is_right=True, is_optional=True),
+    Column("replicated", is_right=True),
+    Column("corrections", is_right=True),
     Column("memory"),
 )
 

@@ -37,8 +37,8 @@ SIZES: Final = (
 _COLUMNS: Final = (
     Column("bytes", is_right=True),
     Column("array"),
-    Column("what", is_elided=True),
-    Column("line", is_elided=True),
+    Column("what"),
+    Column("line"),
 )
 
 

@@ -53,9 +53,9 @@ _COLUMNS: Final = (
     Column("collective"),
     Column("over"),
     Column("array"),
-    Column("moves", is_elided=True),
-    Column("why", is_elided=True),
-    Column("line", is_elided=True),
+    Column("moves"),
+    Column("why"),
+    Column("line"),
 )
 
 

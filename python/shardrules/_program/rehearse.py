@@ -12,6 +12,7 @@ import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from itertools import chain
 from typing import Any, Final
 
 import jax
@@ -36,9 +37,9 @@ from shardrules._program.memory import LiveRanges
 from shardrules._program.rehearse_child import read, write
 
 _RUNS: Final = ("the arguments", "the arguments moved once", "the arguments moved twice")
-_ROUNDINGS: Final = 8
 # Threads of a process: XLA for CPU has some for each device.
 _MOST_DEVICES: Final = 512
+_ROUNDINGS: Final = 8
 """How many times as much as one rounding of the arguments a sharded program may change a result."""
 _STATE: Final = 4
 """A result that is nearer to an argument than this part of its largest value is its next state."""
@@ -127,43 +128,36 @@ def rehearse(
                 "shardings alone, and make no dimension of a device's own rows"
             )
     # Sums of positive values hide what is not linear, and roots of others are no numbers.
-    signed = _rehearsed(single, sharded, args, rtol, is_signed=True)
-    if signed is not None and (args is not None or signed.at_least("warning")):
-        return signed
-    positive = _rehearsed(single, sharded, args, rtol, is_signed=False)
-    assert positive is not None
-    return positive
-
-
-def _rehearsed(
-    single: _Lowered,
-    sharded: _Lowered,
-    args: tuple[Any, ...] | None,
-    rtol: float | None,
-    *,
-    is_signed: bool,
-) -> Findings | None:
-    """Return what rounding does not explain; None if signed values give what is no number."""
-    values = _values(sharded, args, is_signed=is_signed)
-    arguments = [
-        values,
-        *(_moved_by_rounding(values, sharded.rounding, seed) for seed in (1, 2)),
-        values,
+    signed, positive = (_values(sharded, args, is_signed=one) for one in (True, False))
+    is_random = not all(map(np.array_equal, signed, positive))
+    rounding = sharded.rounding
+    draws = [
+        [values, *(_moved_by_rounding(values, rounding, seed) for seed in (1, 2)), values]
+        for values in ([signed, positive] if is_random else [signed])
     ]
-    arrays, copies = _run(single, sharded, arguments)
-    if is_signed and any(
-        jnp.issubdtype(array.dtype, jnp.inexact) and not np.isfinite(array).all()
-        for array in map(np.asarray, arrays[0])
-    ):
-        return None
-    findings = []
-    for place, path in enumerate(sharded.output_paths()):
-        findings.append(_compared(path, [results[place] for results in arrays], arguments, rtol))
-        if copies[place] is not None:
-            findings.append(_finding_of_copies(path, *copies[place]))
-    mesh = mesh_shown(sharded.sizes)
-    summary = f"{counted(len(copies), 'result')} on {mesh} and on one device"
-    return Findings(filter(None, findings), summary)
+    paths = sharded.output_paths()
+    summary = f"{counted(len(paths), 'result')} on {mesh_shown(sizes)} and on one device"
+    findings = Findings((), summary)
+    for arguments, (arrays, copies) in zip(draws, _run(single, sharded, draws), strict=True):
+        if arguments is not draws[-1] and not all(map(_is_finite, arrays[0])):
+            continue
+        compared = [
+            _compared(path, results, arguments, rtol)
+            for path, *results in zip(paths, *arrays, strict=True)
+        ]
+        of_copies = [
+            _finding_of_copies(path, *place)
+            for path, place in zip(paths, copies, strict=True)
+            if place is not None
+        ]
+        findings = Findings(filter(None, [*compared, *of_copies]), summary)
+        if findings.at_least("warning"):
+            break
+    return findings
+
+
+def _is_finite(array: Any) -> bool:
+    return not jnp.issubdtype(array.dtype, jnp.inexact) or bool(np.isfinite(array).all())
 
 
 class _Lowered:
@@ -187,7 +181,7 @@ class _Lowered:
             )
         if jax.__version_info__ < (0, 8) and _NARROW.search(self._inner.as_text()):
             raise RuntimeError("XLA for CPU of JAX 0.7 spoils arrays of 2 and 4 bits: take JAX 0.8")
-        self.asked, self.kept, self.sizes = asked, kept, sizes
+        self.asked, self.kept = asked, kept
         infos = tree_util.tree_leaves(self._inner.args_info)
         self.count = len(infos)
         self.avals = [_stored_form(infos[leaf]) for leaf in kept]
@@ -290,19 +284,24 @@ def _moved_by_rounding(values: Sequence[Any], rounding: float, seed: int) -> lis
 
 
 def _run(
-    single: _Lowered, sharded: _Lowered, arguments: Sequence[Sequence[Any]]
-) -> tuple[list[list[Any]], list[Any]]:
-    """Run the programs in a child: the whole one on all arguments but the last, on which the other.
+    single: _Lowered, sharded: _Lowered, draws: Sequence[Sequence[Sequence[Any]]]
+) -> list[tuple[list[list[Any]], list[Any]]]:
+    """Run the programs in a child: the whole one on all of a draw but the last, the other on that.
 
     Returns:
-        The results of each run, and where copies of the sharded ones differ.
+        Of each draw the results of each run, and where copies of the sharded ones differ.
     """
+    runs_of = [[f"{run} of draw {number}" for run in _RUNS] for number in range(len(draws))]
     devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(sharded.asked.device_ids))}
     with closing(Child(os.environ | devices | {"TF_CPP_MIN_LOG_LEVEL": "2"})) as child:
-        for run, arrays in zip(_RUNS, arguments, strict=False):
-            write(child.folder / run, arrays)
+        for runs, arguments in zip(runs_of, draws, strict=True):
+            for run, arrays in zip(runs, arguments, strict=False):
+                write(child.folder / run, arrays)
         programs = []
-        for lowered, runs in ((single, _RUNS), (sharded, _RUNS[:1])):
+        for lowered, runs in (
+            (single, [*chain(*runs_of)]),
+            (sharded, [run for run, *_ in runs_of]),
+        ):
             name = lowered.request["name"]
             (child.folder / f"{name}.bc").write_bytes(lowered.asked.module)
             (child.folder / f"{name}.pb").write_bytes(lowered.asked.options)
@@ -320,9 +319,13 @@ def _run(
             raise RuntimeError(
                 printable_lines(["the step cannot be run here:", *f"{words}{fix}".splitlines()])
             )
-        files = [*(f"whole of {run}" for run in _RUNS), f"sharded of {_RUNS[0]}"]
-        results = [list(read(child.folder / file, single.results)) for file in files]
-        return results, json.loads(child.text("copies.json"))
+        copies = json.loads(child.text("copies.json"))
+        read_all = []
+        for runs in runs_of:
+            files = [*(f"whole of {run}" for run in runs), f"sharded of {runs[0]}"]
+            results = [list(read(child.folder / file, single.results)) for file in files]
+            read_all.append((results, copies[runs[0]]))
+        return read_all
 
 
 def _compared(

@@ -26,9 +26,9 @@ Avals = Sequence[tuple[str, Sequence[int]]]
 def main(folder: Path, request: dict[str, Any]) -> None:
     """Run each program with each file of arguments, and write the results.
 
-    copies.json then says where copies of a result differ, after the last program.
+    copies.json then says for each file where copies of a result of the last program differ.
     """
-    copies: list[Any] = []
+    copies: dict[str, list[Any]] = {}
     for asked in request["programs"]:
         name, sizes, specs = asked["name"], asked["mesh"], asked["specs"]
         count = prod(sizes.values())
@@ -58,7 +58,7 @@ def main(folder: Path, request: dict[str, Any]) -> None:
                 for shape, spec, shards in zip(shapes, targets, results, strict=True)
             ]
             write(folder / f"{name} of {run}", joined)
-            copies = [_first_unlike(array, mesh) for array in joined]
+            copies[run] = [_first_unlike(array, mesh) for array in joined]
     (folder / "copies.json").write_text(json.dumps(copies), "utf-8")
 
 

@@ -179,7 +179,7 @@ LEAST_CYCLES: Final = 0.87
 """The least part of the compiler's cycles that a published run on v6e took; of runs on
 other TPUs it is not fitted (benchmarks.published_runs)."""
 _IN_TEXT: Final = 10
-_COLUMNS: Final = (Column("computing", is_right=True), Column("line", is_elided=True))
+_COLUMNS: Final = (Column("computing", is_right=True), Column("line"))
 
 
 @answer

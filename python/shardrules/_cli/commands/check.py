@@ -59,18 +59,19 @@ def check(
     findings = plan.check(**rules.declared, large=large, head_dim=head_dim, levels=level)
     over = _over_budget(plan, memory, budget, level.get("memory", "error"))
     findings = Findings([*over, *findings], findings.scope)
+    file, lines = rule_places(how.rules[-1], len(plan.rules))
     if fix:
         from shardrules._plan.suggest.suggest import missing_text, suggest
 
         if rules.companions:
             raise ValueError("--fix: some leaves follow others: leave out companions, and fix that")
         suggestion = suggest(plan, head_dim=head_dim)
-        if text := missing_text(how.rules[-1], plan, suggestion):
+        if text := missing_text(how.rules[-1], plan, suggestion, is_of_tables=bool(lines)):
             print(text, end="")
             return 0 if fail_on == "never" else 1
         process.hint(f"no rule is to be added; check without --fix: {findings.summary}")
         return process.exit_code(findings, fail_on)
-    process.show_findings(findings, format, *rule_places(how.rules[-1], len(plan.rules)))
+    process.show_findings(findings, format, file, lines)
     kinds = {finding.kind for finding in findings.at_least("warning")}
     if not rules.companions and kinds & _ADDED:
         process.print_hint(format, "--fix prints the missing rules")

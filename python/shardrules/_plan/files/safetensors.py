@@ -47,7 +47,6 @@ _METADATA: Final = "__metadata__"
 KEYS: Final = "shardrules.random_keys"
 """In the metadata: JSON of {name: implementation}, for arrays that have words of random keys."""
 _STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*"')
-_ODD_OFFSETS: Final = "needs data_offsets that are a list of two integers"
 
 
 # The second for half a surrogate pair in the name of a field.

@@ -318,25 +318,23 @@ def _python(pattern: str) -> str:
     return ascii(pattern).replace("#", "\\x23")
 
 
-def missing_text(source: str, plan: Plan, suggestion: Suggestion) -> str:
+def missing_text(source: str, plan: Plan, suggestion: Suggestion, *, is_of_tables: bool) -> str:
     """Write the rules, of those suggested for a plan, for leaves that have none of its own.
 
     "" if there are none. They are to stand before the catch-all that decides these leaves now;
-    `source` has the plan's rules.
+    `source` has the plan's rules, of which `is_of_tables` says whether they are TOML's `[[rules]]`.
     """
     catch_alls = sorted(CheckContext(plan, DEFAULT_LARGE, NOTHING).silent_catch_alls)
     bare = np.isin(plan.rule, catch_alls) | (plan.rule < 0)
     added = [rule for rule in np.unique(suggestion.plan.rule[bare]).tolist() if rule >= 0]
     where = f"before rule {catch_alls[0]}" if catch_alls else "at the end of the list"
     lines = [printable(f"# {source}: {counted(len(added), 'rule')} to paste {where}:")]
-    path = Path(source)
-    suffix = path.suffix
-    is_inline = suffix == ".toml" and path.is_file() and "[[rules]]" not in path.read_text("utf-8")
+    suffix = Path(source).suffix
     for (pattern, value), note in ((suggestion.rules[n], suggestion._notes[n]) for n in added):
-        if is_inline:  # rows of `rules = [...]`
-            lines += [f"# {note}", f"{json.dumps(short(rule_data(pattern, value)))},"]
-        elif suffix == ".toml":
+        if is_of_tables:
             lines += [*_toml_rule(pattern, value, note), ""]
+        elif suffix == ".toml":
+            lines += [f"# {note}", f"{json.dumps(short(rule_data(pattern, value)))},"]
         elif suffix in (".json", ".gz"):
             lines.append(json.dumps(short(rule_data(pattern, value))).replace("#", "\\u0023") + ",")
         else:

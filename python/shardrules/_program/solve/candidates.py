@@ -45,11 +45,11 @@ _FAR: Final = 1.5
 _DIGITS: Final = 4
 _COMPILED_DIGITS: Final = 3
 _COLUMNS: Final = (
-    Column("layout", is_elided=True),
+    Column("layout"),
     Column("mesh"),
     *(Column(name, is_right=True) for name in ("time", "predicted", "sent", "predicted")),
     *(Column(name, is_right=True) for name in ("memory", "predicted")),
-    Column("", is_optional=True),
+    Column(""),
 )
 
 

@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
 _IN_TEXT: Final = 8
 _ARRAYS_SHOWN: Final = 4
-_COLUMNS: Final = (Column("role"), Column("size", is_right=True), Column("arrays", is_elided=True))
+_COLUMNS: Final = (Column("role"), Column("size", is_right=True), Column("arrays"))
 _WORK: Final = (
     Column("FLOPs", is_right=True),
     Column("share", is_right=True),
     Column("operation"),
     Column("pass"),
-    Column("line", is_elided=True),
+    Column("line"),
 )
 
 

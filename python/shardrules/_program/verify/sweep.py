@@ -44,7 +44,7 @@ _COLUMNS: Final = (
     Column("over"),
     Column("HBM", is_right=True),
     Column("memory"),
-    Column("why", is_elided=True),
+    Column("why"),
 )
 
 
