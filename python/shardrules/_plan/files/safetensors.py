@@ -239,7 +239,7 @@ def _headers(paths: list[Path], make: ArraySpecs) -> Iterator[dict[str, ArraySpe
 
 
 def _beside(path: Path, shard: str, name: str) -> Path:
-    if Path(shard).name != shard:
+    if not shard or Path(shard).name != shard:
         raise FileError(f"{path}: array {name!r} needs the name of a file beside it, not {shard!r}")
     beside = path.with_name(shard)
     if not beside.is_file():
