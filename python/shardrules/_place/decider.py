@@ -145,7 +145,7 @@ class ByNames(Decider):
     def _decided(self, tree: Any, mesh: MeshLike | None) -> Decided:
         on_mesh = local_view(resolve_mesh(mesh))
         decided, shardings = shardings_by_names(tree, self.rules, on_mesh, self.names)
-        return Decided(shardings, [False] * len(shardings), lambda: decided)
+        return Decided(lambda: decided, lambda: [(sharding, False) for sharding in shardings])
 
 
 class BySpecs(Decider):

@@ -106,10 +106,11 @@ def requested_shardings(
     leaves, treedef = tree_util.tree_flatten(tree)
     if not leaves:
         check_arrays("tree", tree)
-    shardings, says_memory, _ = decider._decided(tree, mesh)
+    decided = decider._decided(tree, mesh).leaves()
+    shardings = [sharding for sharding, _ in decided]
     have_memory = array_types(leaves)
-    for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        if type(leaf) not in have_memory or sharding is None or says_memory[index]:
+    for index, (leaf, (sharding, says_memory)) in enumerate(zip(leaves, decided, strict=True)):
+        if type(leaf) not in have_memory or sharding is None or says_memory:
             continue
         if kind := memory_apart(leaf.sharding):
             shardings[index] = in_memory(sharding, kind)
@@ -176,11 +177,10 @@ def spec_for(
         if mesh is None and context_mesh() is None:
             return specs_by_rules(matcher, tree, 0)[path]  # type: ignore[no-any-return]
         on_mesh = local_view(resolve_mesh(mesh))
-        (sharding,) = decided_by_rules(tree, matcher, on_mesh).shardings
-        return sharding.spec  # type: ignore[no-any-return]
+        return decided_by_rules(tree, matcher, on_mesh).tree()[path].spec  # type: ignore[no-any-return]
     if dtype is None and not isinstance(decider, BySpecs):
         array.dtype = "uint8"  # a plan decides by path and shape, whatever the dtype
-    (sharding,) = decider._decided({path: array}, mesh).shardings
+    sharding = decider._decided({path: array}, mesh).tree()[path]
     if sharding is None:
         raise TypeError("rules are None, which leaves arrays as they are; give rules, or a spec")
     return sharding.spec  # type: ignore[no-any-return]

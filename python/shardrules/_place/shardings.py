@@ -93,14 +93,14 @@ def listing(heading: str, lines: Iterable[str], count: int, noun: str) -> str:
 
 
 class Decided(NamedTuple):
-    """Shardings of the leaves of a tree, in JAX's order; None for leaves that stay unchanged."""
+    """Shardings of the leaves of a tree; None for leaves that stay unchanged."""
 
-    shardings: list[Any]
-    says_memory: list[bool]
-    """Whether what decides the leaf says in which memory it is to be. The sharding alone does not
-    tell: JAX has no NamedSharding of devices without a memory kind."""
     tree: Callable[[], Any]
     """Returns the tree of the shardings."""
+    leaves: Callable[[], list[tuple[Any, bool]]]
+    """Returns each leaf's sharding, in JAX's order, and whether what decides the leaf says in which
+    memory it is to be. The sharding alone does not tell: JAX has no NamedSharding of devices
+    without a memory kind. Walking them takes longer than deciding, which few need."""
 
 
 def decided_by_rules(tree: Any, matcher: Matcher, mesh: AnyMesh) -> Decided:
@@ -112,9 +112,12 @@ def decided_by_rules(tree: Any, matcher: Matcher, mesh: AnyMesh) -> Decided:
     if not walk.has_dimensions:
         check_arrays("tree", tree)
     decided = decided_tree(matcher, walk, functools.partial(_misfits_message, on_mesh))
-    shardings = tree_util.tree_leaves(decided)
-    says_memory = [id(sharding) in on_mesh.with_memory for sharding in shardings]
-    return Decided(shardings, says_memory, lambda: decided)
+
+    def leaves() -> list[tuple[Any, bool]]:
+        with_memory = on_mesh.with_memory
+        return [(one, id(one) in with_memory) for one in tree_util.tree_leaves(decided)]
+
+    return Decided(lambda: decided, leaves)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.rule_specs import Correction, Fsdp
@@ -156,8 +155,7 @@ def decided_by_specs(
     if any(isinstance(decided, list) for decided in of_kind.values()):
         raise ValueError(_errors(tree, kinds, of_kind, bound))
     of_leaves: list[Any] = list(map(of_kind.__getitem__, kinds))
-    shardings, says_memory = [each[0] for each in of_leaves], [each[1] for each in of_leaves]
-    return Decided(shardings, says_memory, partial(treedef.unflatten, shardings))
+    return Decided(lambda: treedef.unflatten(each[0] for each in of_leaves), lambda: of_leaves)
 
 
 def _errors(

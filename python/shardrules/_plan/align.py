@@ -293,10 +293,11 @@ def decided_in(plan: Plan, tree: Any, numbers: Any, rows: Sequence[int]) -> Deci
 
     of_kind, of_row = _kind_shardings(plan), plan.kind_of[rows].tolist()
     kinds = [of_row[number] for number in tree_util.tree_leaves(numbers)]
-    shardings = [of_kind[kind] for kind in kinds]
-    names_memory = [plan.kinds[kind].memory_kind is not None for kind in kinds]
     treedef: Any = tree_util.tree_structure(tree)
-    return Decided(shardings, names_memory, partial(treedef.unflatten, shardings))
+    return Decided(
+        lambda: treedef.unflatten(of_kind[kind] for kind in kinds),
+        lambda: [(of_kind[kind], plan.kinds[kind].memory_kind is not None) for kind in kinds],
+    )
 
 
 def abstract_tree(plan: Plan) -> Any:
