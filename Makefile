@@ -39,9 +39,9 @@ endif
 test: $(TESTED)/installed build/test
 	$(TESTED)/bin/python $(PYTEST) $(TESTS)
 
-# And what is slow, with ten times as many examples of each property, a server of S3, and the TPU's compiler for
-# its tests and the proofs of the pages.
-test-all: PYTEST_ARGS += -m "" --hypothesis-profile=many
+# And what is slow, a server of S3, and the TPU's compiler for its tests and the proofs of the pages.
+# PYTEST_ARGS=--hypothesis-profile=many tries ten times as many examples of each property.
+test-all: override PYTEST_ARGS += -m ""
 test-all: $(VENV)/stores $(TPU)/installed test
 	PYTHONPATH="$(CURDIR)/$(TPU)" JAX_PLATFORMS=cpu $(VENV)/bin/python $(PYTEST) tests/tpu tests/cli/test_project.py \
 	  $(foreach page,$(shell grep -l 'needs: .*libtpu' -r docs),"tests/docs/test_docs.py::test_page[$(page)]")
@@ -134,7 +134,8 @@ build/test build/asan build/tsan build/fuzz build/lint: $(VENV)/dependencies
 	$(if $(filter lint,$(@F)),,$(VENV)/bin/cmake --build $@)
 	$(if $(filter lint fuzz,$(@F)),,$(VENV)/bin/ctest --test-dir $@ --output-on-failure)
 
-# Each environment and the dependency group that it has.
+# Each environment, the dependency group that it has, and the versions that CI has tried, where it knows the environment.
+PINS = $(addprefix -c ,$(wildcard .ci/constraints/$(notdir $(@D)).txt))
 $(VENV)/dependencies: GROUP := dev
 $(DEMO)/dependencies: GROUP := demo
 $(OLDEST)/dependencies: GROUP := oldest
@@ -143,13 +144,13 @@ $(DIST)/dependencies: GROUP := dist
 $(addsuffix /dependencies,$(VENV) $(DEMO) $(OLDEST) $(DOCS) $(DIST)): pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip $(INSTALL) --upgrade 'pip>=25.1'
-	$(@D)/bin/python -m pip $(INSTALL) --group $(GROUP)
+	$(@D)/bin/python -m pip $(INSTALL) --group $(GROUP) $(PINS)
 	touch $@
 
 $(VENV)/stores: GROUP := stores
 $(VENV)/fuzzers: GROUP := fuzz
 $(VENV)/stores $(VENV)/fuzzers: $(VENV)/dependencies
-	$(VENV)/bin/python -m pip $(INSTALL) --group $(GROUP)
+	$(VENV)/bin/python -m pip $(INSTALL) --group $(GROUP) $(PINS)
 	touch $@
 
 # Editable: Python is read from python/, and only a change of C++ builds anew. cmake and ninja are the environment's own.

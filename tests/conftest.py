@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 
 from tests.support.skips import why_not_expected
 
-# `make test` tries few examples of each property, `make test-all` many.
+# `make test` tries few examples of each property, the nightly run many.
 settings.register_profile(
     "few",
     max_examples=30,
