@@ -26,13 +26,13 @@ def rows() -> Iterator[Row]:
     of_maxtext = next(name for name in corpus.manifest_names() if name.startswith("maxtext-"))
     names = {path: PartitionSpec(*axes) for path, axes in corpus.logical_axes(of_maxtext).items()}
     logical = corpus.logical_rules("maxtext__base")
-    theirs: Any = linen  # which does not list them as its own
+    flax: Any = linen  # which does not list them as its own
     steps = {
         "specs of an EasyDeL-style model": model.partition_specs,
         "its shardings": model.shardings,
         "its shard and gather functions": model.shard_and_gather_fns,
-        "flax's logical_to_mesh": lambda: theirs.logical_to_mesh(names, logical),
-        "flax's logical_to_mesh_sharding": lambda: theirs.logical_to_mesh_sharding(
+        "flax's logical_to_mesh": lambda: flax.logical_to_mesh(names, logical),
+        "flax's logical_to_mesh_sharding": lambda: flax.logical_to_mesh_sharding(
             names, mesh, [("embed", "fsdp"), ("mlp", "tp")]
         ),
     }
