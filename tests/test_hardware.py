@@ -66,7 +66,7 @@ def test_gpus_multiply_float32_in_tf32_at_half_of_the_rate(name):
 
 def test_all_public_devices_are_compared_and_on_the_page():
     assert list(public_hardware()) == list(BOOK)
-    page = (ROOT / "docs/hardware.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/suggest.md").read_text(encoding="utf-8")
     assert all(page.count(f"\n| {name} | ") == 1 for name in BOOK)
 
 

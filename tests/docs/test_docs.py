@@ -35,7 +35,7 @@ SLOW_PAGES = [
     "docs/guides/moe.md",
     "docs/guides/nnx.md",
     "docs/memory.md",
-    "docs/guides/prove.md",
+    "docs/pod.md",
     "docs/guides/rl.md",
     "docs/guides/kv-heads.md",
     "docs/same.md",

@@ -139,7 +139,7 @@ def outcome(match, *args):
 
 
 def spectrax(rules, tree, min_size, strict):
-    """spectrax.sharding.match_partition_rules, as docs/guides/recipes.md writes it."""
+    """spectrax.sharding.match_partition_rules, as docs/guides/dialects.md writes it."""
     dialect = sr.dialects.SPECTRAX
     dialect = dialect if strict else replace(dialect, scalars="none", rank="keep")
     return sr.Rules(rules, dialect, min_size=min_size or 0).match(tree)
