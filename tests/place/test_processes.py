@@ -139,11 +139,13 @@ AUDITS = {
     "as planned": [],
     "all wrong": ["sharding a"],
     "all on the host": ["unplaced a", "unplaced b"],
+    "on a device of each": ["devices b"],
     "alone": [],
     "as planned again": [],
     "values": [],
     "values, all wrong": ["sharding a"],
     "values that differ": ["differs b"],
+    "values on the host that differ": ["memory-kind b", "differs b"],
 }
 # Where process 1 has something else: where, what process 0 has there, and what process 1 has.
 DIFFERENT_AUDITS = {

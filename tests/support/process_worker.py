@@ -319,14 +319,18 @@ def audits(mesh, placed):
     def audit(tree=right, odd_tree=right, odd_plan=plan, **named):
         return lambda: sr.audit(*((odd_tree, odd_plan) if is_odd else (tree, plan)), **named)
 
-    own_copies = jax.make_array_from_callback(  # each process has filled in its own
-        (8,), NamedSharding(mesh, P()), lambda _: np.full(8, is_odd, "float32")
-    )
-    unlike = {**right, "b": own_copies}
+    def own_copies(**memory):  # each process has filled in its own
+        whole = NamedSharding(mesh, P(), **memory)
+        return jax.make_array_from_callback((8,), whole, lambda _: np.full(8, is_odd, "float32"))
+
+    own_device = {**right, "b": jax.device_put(TREE["b"], jax.local_devices()[0])}
+    unlike = {**right, "b": own_copies()}
+    on_host = {**right, "b": own_copies(memory_kind="pinned_host")}
     return {
         "as planned": audit(),
         "all wrong": audit(wrong, wrong),
         "all on the host": audit(TREE, TREE),
+        "on a device of each": audit(own_device, own_device),
         "sharding": audit(odd_tree=wrong),
         "host": audit(odd_tree={**right, "b": TREE["b"]}),
         "chosen": audit({**right, "b": TREE["b"]}, {**right, "b": jnp.asarray(TREE["b"])}),
@@ -337,6 +341,7 @@ def audits(mesh, placed):
         "values": audit(values=True),
         "values, all wrong": audit(wrong, wrong, values=True),
         "values that differ": audit(unlike, unlike, values=True),
+        "values on the host that differ": audit(on_host, on_host, values=True),
         "values of one": audit(**({"values": True} if is_odd else {})),
         "alone": lambda: is_odd and sr.audit({"a": sr.shard(MATRIX, P("fsdp"), own)}, alone),
         "as planned again": audit(),

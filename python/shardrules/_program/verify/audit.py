@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from functools import cached_property, partial
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import chain, repeat
 from math import prod
 from numbers import Number
 from operator import attrgetter, methodcaller
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import tree_util
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
@@ -26,6 +29,7 @@ from shardrules._base.specs import (
     is_unconstrained,
     partition_spec,
     spec_shown,
+    tags_of,
     with_entries,
 )
 from shardrules._base.text import bytes_shown, counted, mesh_shown, with_article
@@ -35,7 +39,7 @@ from shardrules._place.mesh import has_devices, memory_apart, processes_of
 from shardrules._place.processes import DEVICES, JointCall, Row
 from shardrules._place.spec_trees import rows_and_paths
 from shardrules._plan.align import align
-from shardrules._plan.findings import Finding, Findings, Level, VerifyKind
+from shardrules._plan.findings import Finding, Findings, VerifyKind
 from shardrules._plan.fold import fold, fold_paths
 from shardrules._plan.kinds import (
     DEFAULT_LARGE,
@@ -43,17 +47,13 @@ from shardrules._plan.kinds import (
     axes_used,
     device_bytes,
     dtype_shown,
+    is_replicated,
     placement_shown,
 )
 from shardrules._plan.leaves import Leaves
 from shardrules._plan.plan import Plan
 from shardrules._program.jax_names import device_order
-from shardrules._program.verify.checksums import Unlike, has_copies, unlike_copies
 from shardrules._rules.rules import Rules
-
-if TYPE_CHECKING:
-    _Case = tuple["_Fields", int]
-    """Fields of equal leaves, and the index of their kind in the plan."""
 
 
 @in_order("tree", "plan")
@@ -80,11 +80,13 @@ def audit(tree: Any, plan: Plan, *, values: bool = False) -> Findings:
             `Plan.for_optimizer`.
         values: Also compare the values of the copies that several devices have of an array, or of a
             part of it, in all processes: by checksums that the devices make of all bits. Only
-            arrays with a NamedSharding on the devices of the plan's mesh, in their own memory.
+            arrays with a NamedSharding on the devices of the plan's mesh. One in the host's memory
+            is copied to its devices for that, and needs room there.
 
     Returns:
         All findings, the worst first. `Finding.bytes` are what a device holds beyond the plan, or,
-        if that is nothing, what it has to receive.
+        if that is nothing, what it has to receive. `scope` says how many arrays have copies that
+        were compared.
 
     Raises:
         TypeError: It is not a plan, not a tree of arrays, or the call is inside jit.
@@ -121,6 +123,7 @@ _PLACE: Final = (
     "out_shardings=plan.shardings()"
 )
 _FIXES: Final[dict[VerifyKind, str]] = {
+    "structure": "audit the tree that was planned, or the part of it that was; or plan this one",
     "unplanned": "mend the rules: plan.check()",
     "type": "plan the tree that is there, or make the one that was planned",
     "deleted": "audit what the call that they were donated to returned",
@@ -137,6 +140,10 @@ _ON_THE_MESH: Final = frozenset({"sharding", "memory-kind"})
 """Faults of arrays that are on the devices of the mesh, in its order."""
 _CHOSEN: Final = "whole on a device that JAX chose"
 _MOST_DEVICES: Final = 8
+_NARROW: Final = {
+    "int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64",
+}  # fmt: skip
+"""What JAX makes of dtypes without 64 bits."""
 
 
 class _Fault(NamedTuple):
@@ -145,126 +152,119 @@ class _Fault(NamedTuple):
     kind: VerifyKind
     actual: str
     """How the leaf is, in words."""
-    planned: str
+    planned: str = ""
     """How it is planned; "" if that says nothing."""
 
 
-def _fault_of_copies(unlike: Unlike) -> _Fault:
-    have = "has" if len(unlike.devices) == 1 else "have"
-    devices, firsts = map(_devices_shown, (unlike.devices, unlike.firsts))
-    along = " and ".join(unlike.axes)
-    actual = (
-        f"not the same in all copies, along {along}: {devices} {have} other values than {firsts}"
-    )
-    return _Fault("differs", actual, "")
-
-
-def _devices_shown(ids: tuple[int, ...]) -> str:
-    ending = ", ..." if len(ids) > _MOST_DEVICES else ""
-    return f"device{'s'[: len(ids) - 1]} {', '.join(map(str, ids[:_MOST_DEVICES]))}{ending}"
+def _devices_shown(ids: Sequence[int]) -> str:
+    rest = ", ..." if len(ids) > _MOST_DEVICES else ""
+    return f"device{'s'[: len(ids) - 1]} {', '.join(map(str, ids[:_MOST_DEVICES]))}{rest}"
 
 
 class _Audit:
-    """Tree matched with its plan."""
+    """Tree matched with its plan; what is alike on both sides is compared once."""
 
     def __init__(self, tree: Any, plan: Plan, mesh: Mesh, has_values: bool) -> None:
-        self._plan = plan
-        self._mesh = mesh
-        self._live = _live_leaves(tree, plan._leaves)
-        leaves = chain(self._live.leaves, self._live.extra.values())
-        if not any(hasattr(leaf, "shape") for leaf in leaves):
+        self._plan, self._mesh, self._has_values = plan, mesh, has_values
+        self._devices = tuple(mesh.devices.flat)
+        self._memory = NamedSharding(mesh, partition_spec()).memory_kind
+        self._tree = _live_leaves(tree, plan._leaves)
+        leaves, rows = self._tree.leaves, self._tree.rows
+        if not any(hasattr(leaf, "shape") for leaf in (*leaves, *self._tree.extra.values())):
             check_arrays("tree", tree)
-        self._fields = _fields_of(self._live.leaves)
-        self._planned = _PlannedKinds(mesh)
-        self._has_values = has_values
+        self._cases = list(zip(_fields_of(leaves), plan.kind_of[rows].tolist(), strict=True))
+        self._faults = {
+            (live, kind): tuple(self._differences(live, plan.kinds[kind]))
+            for live, kind in set(self._cases)
+        }
+        # By the plan's rows: all processes run the same programs in the same order.
+        order = sorted(range(len(rows)), key=rows.__getitem__) if has_values else []
+        self._compared = [
+            index
+            for index in order
+            if _has_copies(leaves[index])
+            and all(fault.kind in _ON_THE_MESH for fault in self._faults[self._cases[index]])
+        ]
 
     @property
     def scope(self) -> str:
         """Says in words what is compared."""
         mesh = mesh_shown(self._plan.axis_sizes) or "one device"
-        return f"{counted(len(self._live.leaves), 'leaf')}, on {mesh}"
+        scope = f"{counted(len(self._cases), 'leaf')}, on {mesh}"
+        compared = f"; copies of {counted(len(self._compared), 'leaf')} compared"
+        return scope + (compared if self._has_values else "")
 
     def rows(self) -> list[Row]:
         """List what processes must agree on: each path and what is at it, and the devices."""
-        texts = {row: self._text(index) for index, row in enumerate(self._live.rows)}
-        planned = enumerate(self._plan.paths)
-        rows = [(path, texts.get(row, "not in the tree")) for row, path in planned]
-        rows += [(path, "not in the plan") for path in self._live.extra]
-        ids = " ".join(str(device.id) for device in self._mesh.devices.flat)
+        texts, compared = {}, set(self._compared)
+        for index, row in enumerate(self._tree.rows):
+            kind = self._plan.kinds[self._cases[index][1]]
+            # Each process may have arrays on devices of its own.
+            faults = ", ".join(
+                "on other devices" if fault.kind == "devices" else fault.actual
+                for fault in self._faults_of(index)
+            )
+            texts[row] = (
+                f"{f'an array {faults}' if faults else 'as planned'}: planned {dtype_shown(kind)}"
+                f"{list(kind.shape or ())} {placement_shown(kind)}"
+                f"{', values compared' if index in compared else ''}"
+            )
+        planned_paths = enumerate(self._plan.paths)
+        rows = [(path, texts.get(row, "not in the tree")) for row, path in planned_paths]
+        rows += [(path, "not in the plan") for path in self._tree.extra]
+        ids = " ".join(str(device.id) for device in self._devices)
         return [*rows, (DEVICES, ids)]
-
-    def _text(self, index: int) -> str:
-        kind = self._plan.kinds[self._cases[index][1]]
-        planned = f"{dtype_shown(kind)}{list(kind.shape or ())} {placement_shown(kind)}"
-        faults = ", ".join(fault.actual for fault in self._faults_of(index))
-        values = ", values compared" if self._is_compared(index) else ""
-        return f"{f'an array {faults}' if faults else 'as planned'}: planned {planned}{values}"
 
     def findings(self) -> Iterator[Finding]:
         """Yield all findings, in any order."""
         yield from self._of_structure()
-        plan = self._plan
-        leaves_of: dict[tuple[_Fault, bool], list[int]] = defaultdict(list)
-        if any(self._faults.values()) or self._has_values:
-            is_sharded = [bool(axes_used(kind.spec, plan.axis_sizes)) for kind in plan.kinds]
-            for index, (_, kind) in enumerate(self._cases):
+        leaves_of: dict[_Fault, list[int]] = defaultdict(list)
+        if any(self._faults.values()):
+            for index in range(len(self._cases)):
                 for fault in self._faults_of(index):
-                    leaves_of[fault, is_sharded[kind]].append(index)
-            for index, copies in self._unlike_copies():
-                leaves_of[_fault_of_copies(copies), is_sharded[self._cases[index][1]]].append(index)
-        for (fault, is_of_sharded), indices in leaves_of.items():
-            yield self._finding(fault, indices, is_sharded=is_of_sharded)
-
-    @cached_property
-    def _cases(self) -> list[_Case]:
-        kinds = self._plan.kind_of[self._live.rows].tolist()
-        return list(zip(self._fields, kinds, strict=True))
-
-    @cached_property
-    def _faults(self) -> dict[_Case, tuple[_Fault, ...]]:
-        return {
-            (live, kind): tuple(self._planned.faults(_Live(*live), self._plan.kinds[kind]))
-            for live, kind in set(self._cases)
-        }
+                    leaves_of[fault].append(index)
+        arrays = [self._tree.leaves[index] for index in self._compared]
+        sums = jax.device_get(list(map(_checksums, arrays)))
+        for index, array, checksums in zip(self._compared, arrays, sums, strict=True):
+            if differing := _differing_shown(array.sharding, checksums):
+                leaves_of[_Fault("differs", differing)].append(index)
+        for fault, indices in leaves_of.items():
+            yield self._finding(fault, indices)
 
     def _faults_of(self, index: int) -> Iterator[_Fault]:
-        for fault in self._faults[self._cases[index]]:
-            is_jax_choice = fault.kind == "devices" and not _is_committed(self._live.leaves[index])
-            yield fault._replace(kind="unplaced", actual=_CHOSEN) if is_jax_choice else fault
+        case = self._cases[index]
+        for fault in self._faults[case]:
+            # An array that is not committed: jit may move it.
+            if fault.kind == "devices" and not getattr(self._tree.leaves[index], "committed", True):
+                planned = placement_shown(self._plan.kinds[case[1]])
+                yield _Fault("unplaced", _CHOSEN, planned)
+            else:
+                yield fault
 
-    def _is_compared(self, index: int) -> bool:
-        """Return whether copies of this leaf are compared; the same in all processes."""
-        if not self._has_values or not has_copies(self._live.leaves[index]):
-            return False
-        return all(fault.kind in _ON_THE_MESH for fault in self._faults[self._cases[index]])
-
-    def _unlike_copies(self) -> Iterator[tuple[int, Unlike]]:
-        # By the plan's rows: all processes run the same programs in the same order.
-        order = sorted(range(len(self._live.rows)), key=self._live.rows.__getitem__)
-        indices = list(filter(self._is_compared, order))
-        unlike = unlike_copies(self._live.leaves[index] for index in indices)
-        return ((i, copies) for i, copies in zip(indices, unlike, strict=True) if copies)
-
-    def _finding(self, fault: _Fault, indices: list[int], *, is_sharded: bool) -> Finding:
-        cases, kinds = Counter(self._cases[index] for index in indices), self._plan.kinds
-        rules = {kinds[kind].rule for _, kind in cases}
-        size = sum(_bytes_on_fullest(_Live(*live)) * count for (live, _), count in cases.items())
-        planned_bytes = sum(kinds[kind].device_bytes * count for (_, kind), count in cases.items())
-        at_stake = size - planned_bytes if size > planned_bytes else planned_bytes
-        level: Level = "error"
-        if fault.kind == "unplaced" and not is_sharded and at_stake < DEFAULT_LARGE:
-            level = "warning"
-        are = "is" if len(indices) == 1 else "are"
-        message = f"{counted(len(indices), 'leaf')} {are} {fault.actual}"
-        message += f", planned {fault.planned}" if fault.planned else ""
+    def _finding(self, fault: _Fault, indices: list[int]) -> Finding:
+        plan, cases = self._plan, Counter(self._cases[index] for index in indices)
+        kinds = {kind: plan.kinds[kind] for _, kind in cases}
+        size = sum(_bytes_on_fullest(live) * count for (live, _), count in cases.items())
+        planned_size = sum(kinds[kind].device_bytes * count for (_, kind), count in cases.items())
+        at_stake = size - planned_size if size > planned_size else planned_size
+        is_whole = all(is_replicated(kind, plan.axis_sizes) for kind in kinds.values())
+        is_small = fault.kind == "unplaced" and is_whole and at_stake < DEFAULT_LARGE
+        message = (
+            f"{counted(len(indices), 'leaf')} {'is' if len(indices) == 1 else 'are'} {fault.actual}"
+            f"{', planned ' if fault.planned else ''}{fault.planned}"
+        )
         if fault.kind in ("sharding", "type"):
-            message += f": {bytes_shown(size)} on each device, planned {bytes_shown(planned_bytes)}"
+            message += f": {bytes_shown(size)} on each device, planned {bytes_shown(planned_size)}"
+        rows = [self._tree.rows[index] for index in indices]
+        folded = fold([plan.paths[row] for row in rows], plan.kind_of[rows])
+        folded.sort(key=lambda group: -plan.kinds[group.group].device_bytes * len(group.rows))
+        rules = {kind.rule for kind in kinds.values()}
         return Finding(
-            level,
+            "warning" if is_small else "error",
             fault.kind,
             message,
             _FIXES[fault.kind],
-            self._folded([self._live.rows[index] for index in indices]),
+            tuple(group.pattern for group in folded),
             len(indices),
             rules.pop() if len(rules) == 1 else None,
             at_stake,
@@ -272,48 +272,76 @@ class _Audit:
 
     def _of_structure(self) -> Iterator[Finding]:
         """Yield findings about arrays that only the plan or only the tree has."""
-        plan, extra = self._plan, self._live.extra
-        missing = [
-            row for row in self._live.missing if plan.kinds[plan.kind_of[row]].shape is not None
-        ]
-        lives = zip(extra, map(_Live._make, _fields_of(list(extra.values()))), strict=True)
-        sizes = {
-            path: _bytes_on_fullest(live)
-            for path, live in lives
-            if live.shape is not None and live.dtype is not None
-        }
-        fix = "audit the tree that was planned, or the part of it that was; or plan this one"
-        error = partial(Finding, "error", "structure")
-        if missing:
-            message = f"the tree lacks {counted(len(missing), 'array')} of the plan"
-            paths, count = self._folded(missing), len(missing)
-            size = sum(plan.kinds[plan.kind_of[row]].device_bytes for row in missing)
-            yield error(message, fix, paths=paths, leaves=count, bytes=size)
-        if count := len(sizes):
-            are = "is" if count == 1 else "are"
-            message = f"{counted(count, 'array')} of the tree {are} not in the plan"
-            paths, size = tuple(fold_paths([*sizes])), sum(sizes.values())
-            yield error(message, fix, paths=paths, leaves=count, bytes=size)
+        plan, extra = self._plan, self._tree.extra
+        kinds = ((plan.paths[row], plan.kinds[plan.kind_of[row]]) for row in self._tree.missing)
+        lives = zip(extra, _fields_of(list(extra.values())), strict=True)
+        lacking = {path: kind.device_bytes for path, kind in kinds if kind.shape is not None}
+        more = {path: _bytes_on_fullest(live) for path, live in lives if None not in live[1:]}
+        texts = "the tree lacks {} of the plan", "the tree has {} that the plan lacks"
+        for text, sizes in zip(texts, (lacking, more), strict=True):
+            if count := len(sizes):
+                message, paths = text.format(counted(count, "array")), tuple(fold_paths([*sizes]))
+                fix, size = _FIXES["structure"], sum(sizes.values())
+                yield Finding("error", "structure", message, fix, paths, count, bytes=size)
 
-    def _folded(self, rows: list[int]) -> tuple[str, ...]:
-        """Fold the paths of rows of the plan, those with most bytes first."""
-        plan = self._plan
-        folded = fold([plan.paths[row] for row in rows], plan.kind_of[rows])
-        folded.sort(key=lambda group: -plan.kinds[group.group].device_bytes * len(group.rows))
-        return tuple(group.pattern for group in folded)
+    def _differences(self, live: _Live, kind: Kind) -> Iterator[_Fault]:
+        """Yield the differences of a leaf from its kind."""
+        where, shape, dtype = live
+        if kind.status != "placed":
+            yield _Fault("unplanned", f"without a place in the plan: {kind.message}")
+            return
+        if kind.shape is None and where in ("host", "nowhere"):
+            return  # a number or a function, in the plan as in the tree
+        is_of_shape = shape == (kind.shape or ())
+        has_dtypes = dtype is not None and kind.dtype is not None  # numbers have none
+        if not is_of_shape or (has_dtypes and not _is_dtype(dtype, kind.dtype)):
+            yield _Fault("type", _type_shown(shape, dtype), _type_shown(kind.shape, kind.dtype))
+        if where in _NOWHERE:
+            yield _Fault(*_NOWHERE[where], placement_shown(kind))
+        if not isinstance(where, str) and is_of_shape:
+            yield from self._of_place(where, shape or (), kind)
+
+    def _of_place(self, sharding: Any, shape: tuple[int, ...], kind: Kind) -> Iterator[_Fault]:
+        # "device" is the devices' default memory, whatever its name.
+        is_default = kind.memory_kind in (None, self._memory)
+        planned_memory = "device" if is_default else str(kind.memory_kind)
+        if (memory := memory_apart(sharding) or "device") != planned_memory:
+            words = (f"in {each} memory" for each in (memory, planned_memory))
+            yield _Fault("memory-kind", *words)
+        mesh = getattr(sharding, "mesh", None)
+        devices = device_order(sharding) if mesh is None else tuple(mesh.devices.flat)
+        if devices != self._devices:
+            actual = f"on {_devices_shown([device.id for device in devices])}"
+            if set(devices) == set(self._devices):
+                actual = "on the plan's devices in another order"
+            yield _Fault("devices", actual, f"on {mesh_shown(self._mesh.shape)}")
+            return
+        target = NamedSharding(self._mesh, self._spec(kind, sharding))
+        if not target.is_equivalent_to(sharding.with_memory_kind(target.memory_kind), len(shape)):
+            if mesh is None:
+                actual = f"parts of shape {sharding.shard_shape(shape)}"
+            else:
+                is_other = mesh.shape != self._mesh.shape
+                actual = spec_shown(sharding.spec) + f" on {mesh_shown(mesh.shape)}" * is_other
+            yield _Fault("sharding", f"sharded as {actual}", placement_shown(kind))
+
+    def _spec(self, kind: Kind, sharding: Any) -> PartitionSpec:
+        """Return the planned spec; the array's entries replace unconstrained ones."""
+        spec = as_partition_spec(Entries() if kind.spec is None else kind.spec)
+        is_on_mesh = getattr(sharding, "mesh", None) == self._mesh
+        actual = chain(entries_of(sharding.spec) if is_on_mesh else (), repeat(None))
+        pairs = zip(entries_of(spec), actual, strict=False)
+        return with_entries(spec, (b if is_unconstrained(a) else a for a, b in pairs))
 
 
-def _bytes_on_fullest(live: _Live) -> int:
-    """Compute the bytes of a leaf on the fullest device."""
-    if isinstance(live.where, str):
-        return 0
-    shape, bits = live.shape or (), bits_of(live.dtype)
-    mesh, spec = getattr(live.where, "mesh", None), getattr(live.where, "spec", None)
-    if mesh is not None and spec is not None:
-        return device_bytes(shape, bits, spec, mesh.shape)
-    return -(-prod(live.where.shard_shape(shape)) * bits // 8)
+# Leaves of a live tree.
 
+_Live = tuple[Sharding | Literal["deleted", "abstract", "host", "nowhere"], Any, Any]
+"""Where a leaf is, its shape and its dtype.
 
+"host" is for numpy arrays and numbers in this process's memory, and "nowhere" for what is no array:
+its shape is None, its dtype its class. Numbers have no dtype.
+"""
 _NOWHERE: Final[dict[Any, tuple[VerifyKind, str]]] = {
     "deleted": ("deleted", "deleted, by donation or by hand"),
     "abstract": ("unknown", "abstract and on no devices, so nothing is known"),
@@ -322,73 +350,14 @@ _NOWHERE: Final[dict[Any, tuple[VerifyKind, str]]] = {
 """Kind and words of what is on no devices."""
 
 
-class _PlannedKinds:
-    """Kinds of a plan's leaves, on its mesh."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self._devices = tuple(mesh.devices.flat)
-        self._default_memory = NamedSharding(mesh, partition_spec()).memory_kind
-
-    def faults(self, live: _Live, kind: Kind) -> Iterator[_Fault]:
-        """Yield the differences of a leaf from its kind."""
-        planned = placement_shown(kind)
-        if kind.status != "placed":
-            yield _Fault("unplanned", f"without a place in the plan: {kind.message}", "")
-            return
-        if kind.shape is None and live.where in ("host", "nowhere"):
-            return  # a number or a function, in the plan as in the tree
-        is_of_shape = live.shape == (kind.shape or ())
-        has_dtypes = live.dtype is not None and kind.dtype is not None  # numbers have none
-        if not is_of_shape or (has_dtypes and not _is_dtype(live.dtype, kind.dtype)):
-            types = _type_shown(live.shape, live.dtype), _type_shown(kind.shape, kind.dtype)
-            yield _Fault("type", *types)
-        if live.where in _NOWHERE:
-            yield _Fault(*_NOWHERE[live.where], planned)
-        if not isinstance(live.where, str) and is_of_shape:
-            yield from self._of_place(live.where, live.shape or (), kind)
-
-    def _of_place(self, sharding: Any, shape: tuple[int, ...], kind: Kind) -> Iterator[_Fault]:
-        # "device" is the devices' default memory, whatever its name.
-        is_default = kind.memory_kind in (None, self._default_memory)
-        planned_memory = "device" if is_default else str(kind.memory_kind)
-        if (memory := memory_apart(sharding) or "device") != planned_memory:
-            words = (f"in {each} memory" for each in (memory, planned_memory))
-            yield _Fault("memory-kind", *words)
-        mesh = getattr(sharding, "mesh", None)
-        devices = device_order(sharding) if mesh is None else tuple(mesh.devices.flat)
-        if devices != self._devices:
-            what = "other device" if len(devices) == len(self._devices) else "device"
-            actual = f"on {counted(len(devices), what)}"
-            if set(devices) == set(self._devices):
-                actual = "on the plan's devices in another order"
-            yield _Fault("devices", actual, f"on {mesh_shown(self._mesh.shape)}")
-            return
-        target = NamedSharding(self._mesh, self._spec(kind, sharding))
-        if not target.is_equivalent_to(sharding.with_memory_kind(target.memory_kind), len(shape)):
-            yield _Fault(
-                "sharding", f"sharded as {self._shown(sharding, shape)}", placement_shown(kind)
-            )
-
-    def _spec(self, kind: Kind, sharding: Any) -> PartitionSpec:
-        """Return the planned spec; the array's entries replace unconstrained ones."""
-        spec = as_partition_spec(Entries() if kind.spec is None else kind.spec)
-        entries = entries_of(spec)
-        if not any(map(is_unconstrained, entries)):
-            return spec
-        is_on_mesh = getattr(sharding, "mesh", None) == self._mesh
-        actual = [*(entries_of(sharding.spec) if is_on_mesh else ()), *[None] * len(entries)]
-        pairs = zip(entries, actual, strict=False)
-        return with_entries(spec, (b if is_unconstrained(a) else a for a, b in pairs))
-
-    def _shown(self, sharding: Any, shape: tuple[int, ...]) -> str:
-        """Format a sharding without device ids, which differ between processes."""
-        mesh, spec = getattr(sharding, "mesh", None), getattr(sharding, "spec", None)
-        if mesh is None or spec is None:
-            return f"parts of shape {sharding.shard_shape(shape)}"
-        return spec_shown(spec) + (
-            "" if mesh.shape == self._mesh.shape else f" on {mesh_shown(mesh.shape)}"
-        )
+def _bytes_on_fullest(live: _Live) -> int:
+    """Compute the bytes of a leaf on the fullest device."""
+    where, shape, dtype = live
+    if isinstance(where, str):
+        return 0
+    if isinstance(where, NamedSharding):  # may be uneven
+        return device_bytes(shape, bits_of(dtype), where.spec, where.mesh.shape)
+    return -(-prod(where.shard_shape(shape)) * bits_of(dtype) // 8)
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -400,37 +369,14 @@ def _dtype_name(dtype: Any) -> str:
 def _is_dtype(live: Any, planned: Any) -> bool:
     """Return whether a dtype is the planned one, or what JAX makes of that without 64 bits."""
     name, planned_name = _dtype_name(live), _dtype_name(planned)
-    if name == planned_name:
-        return True
-    try:
-        return name == _dtype_name(jax.dtypes.canonicalize_dtype(planned_name))
-    except TypeError:  # that of random keys
-        return False
+    is_narrow = not jax.config.jax_enable_x64 and name == _NARROW.get(planned_name)
+    return name == planned_name or is_narrow
 
 
 def _type_shown(shape: tuple[int, ...] | None, dtype: Any) -> str:
     if shape is None:
         return "no array" if dtype is None else with_article(dtype.__name__)
     return "a number" if dtype is None else f"{_dtype_name(dtype)}{list(shape)}"
-
-
-# Leaves of a live tree.
-
-_Where = Sharding | Literal["deleted", "abstract", "host", "nowhere"]
-"""Sharding of a leaf; or, of "host", a numpy array or number in this process's memory, and of
-"nowhere", something that is no array."""
-_Fields = tuple[_Where, tuple[int, ...] | None, Any]
-"""Fields of `_Live`, as a plain tuple: making 10,000 records costs half a walk."""
-
-
-class _Live(NamedTuple):
-    """Sharding, shape and dtype of a live leaf."""
-
-    where: _Where
-    shape: tuple[int, ...] | None
-    """None for what is no array, nor a number."""
-    dtype: Any
-    """Class of what is no array; None for a number."""
 
 
 class _LiveLeaves(NamedTuple):
@@ -445,36 +391,23 @@ class _LiveLeaves(NamedTuple):
     """Leaves that the plan does not have, by path."""
 
 
-# An array's own shape and dtype are functions in Python, which take these.
-_OF_ARRAY: Final[Any] = attrgetter("sharding", "aval.shape", "aval.dtype")
-
-
 def _live_leaves(tree: Any, leaves: Leaves) -> _LiveLeaves:
     """Match the leaves of a tree with those of a plan: by structure, or else by path."""
-    values, rows = aligned_values(leaves.tree, tree, len(leaves.paths)), [*range(len(leaves.paths))]
+    rows, values = [*range(len(leaves.paths))], aligned_values(leaves.tree, tree, len(leaves.paths))
+    is_alike = values is not None
     if values is None:  # of other nodes than dicts, lists and tuples, or unlike
-        structures: list[Any] = [None, None]
-        rows, structures[0] = tree_util.tree_flatten(leaves.tree)
-        values, structures[1] = tree_util.tree_flatten(tree)
+        flat: list[tuple[list[Any], Any]] = [*map(tree_util.tree_flatten, (leaves.tree, tree))]
+        (rows, planned), (values, structure) = flat
         # Not by flatten_up_to: its error has the text of each array, and fetches the data for it.
-        try:
-            is_alike = bool(structures[0] == structures[1])
-        except (TypeError, ValueError):  # of what a node compares, such as arrays
-            is_alike = False
-        if not is_alike:
-            return _leaves_by_paths(tree, leaves)
-    if not _are_arrays(set(map(type, values))):
-        forms = NodeForms()
-        values = list(map(forms.array_in, values))
+        with suppress(TypeError, ValueError):  # of what a node compares, such as arrays
+            is_alike = bool(planned == structure)
+    if is_alike and not _are_arrays(values):
+        values = list(map(NodeForms().array_in, values))
         # The tree may have more levels than the plan's; and None is no leaf.
-        if not tree_util.all_leaves(values):
-            return _leaves_by_paths(tree, leaves)
-    return _LiveLeaves(values, rows, [], {})
-
-
-def _leaves_by_paths(tree: Any, leaves: Leaves) -> _LiveLeaves:
-    rules = Rules((), leaves.paths_dialect)
-    aligned = align(tree, leaves, partial(rows_and_paths, rules=rules))
+        is_alike = tree_util.all_leaves(values)
+    if is_alike:
+        return _LiveLeaves(values, rows, [], {})
+    aligned = align(tree, leaves, partial(rows_and_paths, rules=Rules((), leaves.paths_dialect)))
     rows, values, paths = aligned.rows, aligned.values, aligned.leaves.paths
     return _LiveLeaves(
         [value for value, row in zip(values, rows, strict=True) if row >= 0],
@@ -484,20 +417,18 @@ def _leaves_by_paths(tree: Any, leaves: Leaves) -> _LiveLeaves:
     )
 
 
-def _are_arrays(types: set[type]) -> bool:
+def _are_arrays(leaves: Sequence[Any]) -> bool:
+    types = set(map(type, leaves))
     return all(issubclass(cls, jax.Array) and not issubclass(cls, Tracer) for cls in types)
 
 
-def _fields_of(leaves: list[Any]) -> list[_Fields]:
-    """Read the fields of `_Live` for each leaf."""
-    types: set[Any] = set(map(type, leaves))
-    if not _are_arrays(types):
-        return list(map(_live, leaves))
-    # A method of the class takes half the time of looking one up for each array. Random keys of
-    # older versions of JAX have a property.
-    method = types.pop().is_deleted if len(types) == 1 else None
-    is_deleted = method if callable(method) else methodcaller("is_deleted")
-    return list(map(_live if any(map(is_deleted, leaves)) else _OF_ARRAY, leaves))
+# An array's own shape and dtype are functions in Python, which take these.
+_OF_ARRAY: Final[Any] = attrgetter("sharding", "aval.shape", "aval.dtype")
+
+
+def _fields_of(leaves: Sequence[Any]) -> list[_Live]:
+    is_simple = _are_arrays(leaves) and not any(map(methodcaller("is_deleted"), leaves))
+    return list(map(_OF_ARRAY if is_simple else _live, leaves))
 
 
 def _live(leaf: Any) -> _Live:
@@ -506,20 +437,98 @@ def _live(leaf: Any) -> _Live:
             "audit looks at arrays on devices, and inside jit there are none yet: call it outside"
         )
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        is_number = isinstance(leaf, Number)
-        return _Live("host", (), None) if is_number else _Live("nowhere", None, type(leaf))
-    where: _Where = "abstract"
-    sharding = getattr(leaf, "sharding", None)
+        return ("host", (), None) if isinstance(leaf, Number) else ("nowhere", None, type(leaf))
+    shape, sharding = tuple(leaf.shape), getattr(leaf, "sharding", None)
     mesh = getattr(sharding, "mesh", None)
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
-        where = "deleted"
-    elif isinstance(sharding, Sharding) and (mesh is None or has_devices(mesh)):
-        where = sharding
-    elif hasattr(leaf, "__array__") or hasattr(leaf, "__dlpack__"):
-        where = "host"
-    return _Live(where, tuple(leaf.shape), leaf.dtype)
+        return "deleted", shape, leaf.dtype
+    if isinstance(sharding, Sharding) and (mesh is None or has_devices(mesh)):
+        return sharding, shape, leaf.dtype
+    is_host = hasattr(leaf, "__array__") or hasattr(leaf, "__dlpack__")
+    return "host" if is_host else "abstract", shape, leaf.dtype
 
 
-def _is_committed(leaf: Any) -> bool:
-    """Return False for an array on a device that JAX chose, from which jit may move it."""
-    return bool(getattr(leaf, "committed", True))
+# Copies of shards: compared by checksums that the devices make of what they hold.
+
+
+def _has_copies(leaf: Any) -> bool:
+    """Return True for an array of which several devices have a shard."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(leaf, jax.Array) or not isinstance(sharding, NamedSharding):
+        return False
+    # Of what is yet to be summed, each device has a part of its own.
+    return "unreduced" not in tags_of(sharding.spec) and bool(_copied_axes(sharding))
+
+
+def _copied_axes(sharding: NamedSharding) -> list[str]:
+    sizes = sharding.mesh.shape
+    used = axes_used(sharding.spec, sizes)
+    return [axis for axis, size in sizes.items() if size > 1 and axis not in used]
+
+
+def _checksums(array: Any) -> Any:
+    """Return the checksums that devices make of their shards, in the mesh's order."""
+    sharding = array.sharding
+    is_apart = memory_apart(sharding) is not None
+    if is_apart:  # in the host's memory, where nothing is computed
+        sharding = sharding.with_memory_kind(None)
+        array = jax.device_put(array, sharding)
+    with jax.set_mesh(sharding.mesh):  # shard_map takes no other mesh than that in force
+        sums = _checksums_by_devices(array, sharding)
+    return jax.block_until_ready(sums) if is_apart else sums  # room for an array at a time
+
+
+@partial(jax.jit, static_argnums=1)
+def _checksums_by_devices(array: Any, sharding: Any) -> Any:
+    axes = sharding.mesh.axis_names
+    of_shards: Any = jax.shard_map(
+        lambda shard: jax.lax.all_gather(_checksum(shard), axes),
+        mesh=sharding.mesh,
+        in_specs=sharding.spec,
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    return of_shards(array)
+
+
+def _differing_shown(sharding: Any, checksums: Any) -> str:
+    """Say which copies are unlike the first of their shard, and along which axes; "" for none."""
+    mesh, copied = sharding.mesh, _copied_axes(sharding)
+    sums = np.reshape(checksums, mesh.devices.shape)
+    # Whatever their place on the axes that cut the array, copies are along the others.
+    first = tuple(slice(0, 1) if axis in copied else slice(None) for axis in mesh.axis_names)
+    ids = [device.id for device in mesh.devices[sums != sums[first]]]
+    firsts_along = {axis: sums.take([0], mesh.axis_names.index(axis)) for axis in copied}
+    axes = " and ".join(axis for axis, firsts in firsts_along.items() if (sums != firsts).any())
+    words = f"along {axes}: {_devices_shown(ids)} {'has' if len(ids) == 1 else 'have'} other values"
+    return f"not the same in all copies, {words} than the first copy" if ids else ""
+
+
+def _checksum(shard: jax.Array) -> jax.Array:
+    """Compute a checksum of the bits of a shard and where they are.
+
+    Words are mixed before they are summed: those of floats often end in zeros, and so many of them
+    sum up to nothing. A single word that differs always tells, as mixing is one to one.
+    """
+    words = _words(shard)
+    place = jnp.zeros(words.shape, "uint32")
+    for dim, size in enumerate(words.shape):
+        numbers = jax.lax.broadcasted_iota("uint32", words.shape, dim)
+        place = place * np.uint32(size % 2**32) + numbers
+    # Spread over all of a word, as the end of MurmurHash3 does.
+    words += place * np.uint32(0x9E3779B9)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        words = (words ^ (words >> np.uint32(shift))) * np.uint32(factor)
+    return jnp.sum(words ^ (words >> np.uint32(16)), dtype="uint32")
+
+
+def _words(shard: jax.Array) -> jax.Array:
+    """Return the bits of the elements as unsigned integers."""
+    if jnp.issubdtype(shard.dtype, jax.dtypes.prng_key):
+        shard = jax.random.key_data(shard)
+    if jnp.issubdtype(shard.dtype, jnp.complexfloating):
+        shard = jnp.stack([shard.real, shard.imag])
+    if shard.dtype != bool:
+        bits = min(bits_of(shard.dtype), 32)  # of 64, two words
+        shard = jax.lax.bitcast_convert_type(shard, f"uint{bits}")
+    return shard.astype("uint32")
