@@ -21,8 +21,8 @@ from shardrules._place.named_shardings import spec_for as spec_for
 from shardrules._place.shard import gather as gather
 from shardrules._place.shard import shard as shard
 from shardrules._place.shard import shard_local as shard_local
-from shardrules._plan.companions import LORA as LORA
-from shardrules._plan.companions import QUANTIZED as QUANTIZED
+from shardrules._plan.companion_tables import LORA as LORA
+from shardrules._plan.companion_tables import QUANTIZED as QUANTIZED
 from shardrules._plan.companions import Companion as Companion
 from shardrules._plan.companions import stacked as stacked
 from shardrules._plan.files.hardware import read_hardware as read_hardware

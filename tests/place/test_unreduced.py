@@ -77,15 +77,15 @@ def test_a_constraint_to_the_unreduced_axes_that_an_array_has_keeps_it(mesh):
 @pytest.mark.parametrize("tag", ["reduced", "unreduced"])
 @pytest.mark.parametrize("door", DECIDED)
 def test_one_that_the_mesh_lacks_was_an_error_without_path_or_none(mesh, door, tag):
-    with pytest.raises(ValueError, match="^1 leaf cannot be sharded") as caught:
+    with pytest.raises(ValueError, match="the mesh has no axis 'z'") as caught:
         DECIDED[door](P("x", **{tag: {"z"}}), mesh)
-    for part in ("\n    a  shape (8, 8)", f"{tag}=['z']", "the mesh has no axis 'z'"):
+    for part in ("\n    a", "(8, 8)", f"{tag}=['z']"):
         assert part in str(caught.value)
 
 
 def test_one_that_is_not_explicit_is_told_with_path_and_rule():
     for call in (sr.named_shardings, lambda *given: sr.plan(*given).shardings()):
-        with pytest.raises(ValueError, match=r"(?s)a  shape \(8, 8\)  rule 0.*Explicit"):
+        with pytest.raises(ValueError, match=r"(?s)rule 0.*Explicit"):
             call({"a": X}, rules(P(None, unreduced={"x"})), {"x": 2})
 
 

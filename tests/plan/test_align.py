@@ -66,30 +66,17 @@ def test_names_by_path_go_to_leaves_in_boxes(mesh):
 
 
 ONE_PATH = {"a/b": np.ones((8, 4), "float32"), "a": {"b": np.ones((8, 2), "float32")}}
-OTHER_ORDER = dict(reversed(ONE_PATH.items()))
 
 
-def test_two_leaves_of_one_path_got_each_others_shardings(mesh):
-    rules = sr.LogicalRules([("u", "x"), ("v", "y")])
-    plan = sr.plan(ONE_PATH, rules, mesh, names={"a/b": ("u", None), "a": {"b": ("v", None)}})
-    expected = {"a/b": P("x", None), "a": {"b": P("y", None)}}
-    for tree in (ONE_PATH, OTHER_ORDER):
-        specs = jax.tree.map(lambda sharding: sharding.spec, sr.named_shardings(tree, plan))
-        assert specs == plan.specs() == expected
-        assert not sr.audit(sr.shard(tree, plan), plan)
-        assert not sr.plan(tree, [("", "x")], mesh).diff(sr.plan(ONE_PATH, [("", "x")], mesh))
-    assert sr.named_shardings({"a/b": ONE_PATH["a/b"]}, plan)["a/b"].spec == P("x", None)
-    with pytest.raises(ValueError, match="2 leaves of the tree have no place in the plan"):
-        sr.named_shardings({"a": {"b": ONE_PATH["a"]["b"], "c": 0}, "b": 0}, plan)
-
-
-def test_the_moment_of_a_parameter_that_shares_its_path_was_replicated(mesh, tmp_path):
+def test_two_leaves_of_one_path_are_told_apart_by_nothing(mesh, tmp_path):
     plan = sr.plan(ONE_PATH, [("", "x")], mesh)
-    rename = [sr.Rename("c", "d")]
     for act in (
+        lambda: sr.named_shardings(ONE_PATH, plan),
+        lambda: plan.diff(plan),
+        plan.lock,
         lambda: plan.for_optimizer({"mu": ONE_PATH}),
         lambda: sr.save(ONE_PATH, tmp_path / "saved"),
-        lambda: sr.reshard(ONE_PATH, plan, renames=rename),
+        lambda: sr.reshard(ONE_PATH, plan, renames=[sr.Rename("c", "d")]),
     ):
         with pytest.raises(ValueError, match="two leaves have the path 'a/b', .* rename a key"):
             act()

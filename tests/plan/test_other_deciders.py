@@ -142,7 +142,7 @@ class TestPlans:
 
     def test_a_leaf_of_another_shape_is_named(self):
         plan = sr.plan(layers(), RULES, SIZES)
-        with pytest.raises(ValueError, match=r"layers/0/wq: \(16, 8\), planned as \(8, 8\)"):
+        with pytest.raises(ValueError, match=r"layers/0/wq has the shape \(16, 8\), and is planned as \(8, 8\)"):
             sr.shard(layers(width=16), plan)
 
     def test_leaves_that_have_no_place_are_errors(self):

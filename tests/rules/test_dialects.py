@@ -434,7 +434,7 @@ def test_a_leaf_without_a_shape_has_no_dimensions_at_each_door(dialect):
         lambda tree: sr.named_shardings(tree, both, mesh),
         lambda tree: sr.plan(tree, both, mesh).specs(),
     ):
-        with pytest.raises(ValueError, match="^1 leaf (?s:.*)flag"):
+        with pytest.raises(ValueError, match=r"(?s)flag"):
             call(tree)
     one = sr.Rules([("w", P("tp", None))], dialect)  # and no rule matches the other
     assert sr.plan(tree, one, mesh).specs() == {"w": P("tp", None), "flag": P()}

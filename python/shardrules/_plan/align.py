@@ -9,15 +9,15 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from shardrules._base.dtypes import key_dtype
-from shardrules._base.rule_specs import MemoryKind, rule_spec_shown
+from shardrules._base.rule_specs import MemoryKind
 from shardrules._base.specs import as_partition_spec
 from shardrules._base.text import brief, counted, near_shown
 from shardrules._place.boxes import Unboxed, open_boxes
 from shardrules._place.mesh import as_mesh, sharding_in_memory
-from shardrules._place.shardings import Decided, LeafError, leaf_errors, listing
+from shardrules._place.shardings import Decided, listing
 from shardrules._place.spec_trees import PathsOfTree, by_row
 from shardrules._plan.findings import NOTHING
 from shardrules._plan.fold import fold_paths
@@ -46,6 +46,8 @@ class Walk(Protocol):
         ...
 
 
+# Kinds of findings about leaves that get no sharding.
+_WITHOUT_SHARDING: Final = ("unmatched", "misfit", "unknown-axis")
 _Walk = TypeVar("_Walk", bound=Walk)
 _Path = TypeVar("_Path", bound=Hashable)
 
@@ -103,36 +105,6 @@ def _rows_by_path(paths: Sequence[_Path]) -> dict[_Path, int]:
     return row_of
 
 
-def match_leaves(leaves: Walk, reference: Walk) -> list[int]:
-    """Find each leaf among others by its path; those that share a path, by their keys.
-
-    Returns:
-        The row of the other leaf, or -1, for each leaf.
-    """
-    walks = (leaves, reference)
-    shared = {
-        path
-        for walk in walks
-        if len(set(walk.paths)) < len(walk.paths)
-        for path, count in Counter(walk.paths).items()
-        if count > 1
-    }
-    if not shared:
-        return match_rows(leaves.paths, reference.paths)
-    return match_rows(_distinct(leaves, shared), _distinct(reference, shared))
-
-
-def _distinct(walk: Walk, shared: set[str]) -> list[Hashable]:
-    """Return the paths, but the keys of leaves that share one: "a/b" alone, or "a" and "b"."""
-    from jax import tree_util
-
-    names: list[Hashable] = [(path,) if path in shared else path for path in walk.paths]
-    for keys, row in tree_util.tree_flatten_with_path(walk.tree)[0]:
-        if walk.paths[row] in shared:
-            names[row] = tuple(map(key_text, keys))
-    return names
-
-
 @dataclass(frozen=True)
 class Alignment(Generic[_Walk]):
     """Leaves of a tree, each with its row in another."""
@@ -169,14 +141,15 @@ def align(tree: Any, reference: Walk, walk: Callable[[Any], _Walk]) -> Alignment
         walk: Gives leaves their paths, as those of the other tree are.
     """
     leaves = walk(tree)
-    rows = match_leaves(leaves, reference)
+    rows = match_rows(leaves.paths, reference.paths)
     direct = Alignment(leaves, rows, tree, None, reference.paths)
     if -1 not in rows:
         return direct
     # An array in a box has a longer path.
     boxes, unboxed = open_boxes(tree), _without_boxes(reference, walk)
     plain = walk(boxes.tree)
-    without = Alignment(plain, match_leaves(plain, unboxed), boxes.tree, boxes, unboxed.paths)
+    found = match_rows(plain.paths, unboxed.paths)
+    without = Alignment(plain, found, boxes.tree, boxes, unboxed.paths)
     return min(direct, without, key=lambda each: each.rows.count(-1))
 
 
@@ -212,24 +185,21 @@ def survey_planned(tree: Any, planned: Leaves) -> PlannedLeaves:
     leaves, boxes = aligned.leaves, aligned.boxes
     if boxes is not None:
         leaves = replace(leaves, tree=boxes.boxed(leaves.tree))
-    return _checked(leaves, planned, aligned.rows)
+    return found_in_plan(leaves, planned, aligned.rows)
 
 
-def leaves_in_plan(leaves: Leaves, planned: Leaves) -> PlannedLeaves:
-    """Find leaves in a plan; raise as `survey_planned`."""
-    return _checked(leaves, planned, match_leaves(leaves, planned))
-
-
-def _checked(leaves: Leaves, planned: Leaves, rows: list[int]) -> PlannedLeaves:
+def found_in_plan(leaves: Leaves, planned: Leaves, rows: list[int]) -> PlannedLeaves:
+    """Check that leaves are those of these rows in a plan; raise as `survey_planned`."""
     if -1 in rows:
+        check_distinct(planned.paths, "a plan decides leaves by their paths")
         unknown = [path for path, row in zip(leaves.paths, rows, strict=True) if row == -1]
         folded = fold_paths(unknown)
         planned_patterns = [group.pattern for group in planned.folded]
         raise ValueError(
             listing(
-                f"{counted(len(unknown), 'leaf')} of the tree {_have(unknown)} no place in the "
-                "plan, which decides leaves by their paths; plan this tree with plan.rules, or "
-                "the state of an optimizer with plan.for_optimizer(state)",
+                f"{counted(len(unknown), 'leaf')} of the tree without a place in the plan, which "
+                "decides leaves by their paths; plan this tree with plan.rules, or the state of an "
+                "optimizer with plan.for_optimizer(state)",
                 (path + near_shown(path, planned_patterns) for path in folded),
                 len(folded),
                 "line",
@@ -237,26 +207,13 @@ def _checked(leaves: Leaves, planned: Leaves, rows: list[int]) -> PlannedLeaves:
         )
     shapes, planned_shapes = ([leaf.shape for leaf in each.types] for each in (leaves, planned))
     pairs = zip(leaves.kind_of.tolist(), planned.kind_of[rows].tolist(), strict=True)
-    differ = [row for row, (a, b) in enumerate(pairs) if shapes[a] != planned_shapes[b]]
-    if differ:
-        raise ValueError(
-            listing(
-                f"{counted(len(differ), 'leaf')} of the tree {_have(differ)} another shape than "
-                "planned; plan this tree",
-                (
-                    f"{leaves.paths[row]}: {shapes[leaves.kind_of[row]]}, planned as "
-                    f"{planned_shapes[planned.kind_of[rows[row]]]}"
-                    for row in differ
-                ),
-                len(differ),
-                "line",
+    for path, (mine, its) in zip(leaves.paths, pairs, strict=True):
+        if shapes[mine] != planned_shapes[its]:
+            raise ValueError(
+                f"{path} has the shape {shapes[mine]}, and is planned as {planned_shapes[its]}: "
+                "plan this tree"
             )
-        )
     return PlannedLeaves(leaves, rows)
-
-
-def _have(leaves: list[Any]) -> str:
-    return "has" if len(leaves) == 1 else "have"
 
 
 def put_as_planned(
@@ -338,45 +295,13 @@ def _kind_shardings(plan: Plan) -> list[NamedSharding]:
 
 
 def placement_errors(plan: Plan) -> str:
-    """Word the error for leaves without a sharding; for those without a rule, as `check` does."""
-    rows = [
-        LeafError(leaves.pattern, kind.shape, _decider(kind, plan), reasons, len(leaves.rows))
-        for leaves in plan.folded
-        for kind in [plan.kinds[leaves.group]]
-        if (reasons := _refusals(kind, plan))
-    ]
-    said_by = "rules" if plan._leaves.path_rules is not None else "logical rules"
-    messages = [leaf_errors(rows, plan.axis_sizes, said_by=said_by)] if rows else []
-    if any(kind.status == "unmatched" for kind in plan.kinds):
-        from shardrules._plan.check import run_checks
+    """Return the findings of `check` about leaves without a sharding; "" if all have one."""
+    from shardrules._plan.check import refusals, run_checks
 
-        findings = run_checks(plan, declared=NOTHING)
-        messages += [str(finding) for finding in findings if finding.kind == "unmatched"]
-    return "\n".join(messages)
-
-
-def _refusals(kind: Kind, plan: Plan) -> list[str]:
-    """Return message and fix of each reason why leaves with a rule get no sharding."""
-    from shardrules._plan.check import refusals
-
-    if kind.status == "placed" and kind.shape is not None:
-        return [": ".join(words) for words in refusals(kind, plan)]
-    if kind.status in ("placed", "unmatched"):
-        return []
-    reasons = [f"{loss.message}: {loss.fix}" for loss in kind.losses if loss.is_error]
-    reasons = reasons or [": ".join(filter(None, (kind.message, kind.fix)))]
-    return reasons + [
-        f"dim {dim} {name!r} -> {plan.rules[rule][1]!r}  (rule {rule})"
-        for dim, (name, rule) in enumerate(zip(kind.names or (), kind.dim_rules, strict=False))
-        if rule is not None
-    ]
-
-
-def _decider(kind: Kind, plan: Plan) -> str:
-    if kind.rule is None:
-        return "" if kind.names is None else f"names {kind.names}"
-    pattern, value = plan.rules[kind.rule]
-    return f"rule {kind.rule}: {pattern!r} -> {rule_spec_shown(value)}"
+    if not any(kind.status != "placed" or any(refusals(kind, plan)) for kind in plan.kinds):
+        return ""
+    findings = run_checks(plan, declared=NOTHING)
+    return "\n".join(str(each) for each in findings if each.kind in _WITHOUT_SHARDING)
 
 
 def _mapped(plan: Plan, of_kind: list[Any]) -> Any:

@@ -6,7 +6,6 @@ those of rules: unmatched, dead and shadowed ones, specs that do not fit, unused
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -200,8 +199,8 @@ def unused_axes(context: CheckContext) -> Iterator[Finding]:
             costs += f"; it is named only by {context.rules(dead)}, which no leaf meets"
             fix = "correct the rule" if len(dead) == 1 else "correct the rules"
         alone = dead if axis not in named else []
-        is_told = alone and _are_for_others(context)
-        is_warning = context.is_much(cost) and not is_told
+        # Those rules are told themselves.
+        is_warning = context.is_much(cost) and not alone
         yield finding(
             "unused-axis",
             f"the mesh axis {axis!r} cuts no leaf: {costs}",
@@ -210,19 +209,6 @@ def unused_axes(context: CheckContext) -> Iterator[Finding]:
             rule=only_one(alone),
             bytes=cost,
         )
-
-
-def _are_for_others(context: CheckContext) -> bool:
-    """Tell if rules for no leaf are known to be for no leaf, or are warned of themselves.
-
-    Logical rules are often for activations; unless leaves have names that no rule knows, or lack
-    some.
-    """
-    if context.path_rules is not None:
-        return True
-    names_of_rules = {None, *(name for name, _ in context.plan.rules)}
-    names = itertools.chain(*(kind.names or () for kind in context.kinds))
-    return not context.fewer_names and names_of_rules.issuperset(names)
 
 
 @check_of("unmatched", "error", "leaves that no rule matches")
@@ -255,8 +241,8 @@ def misfits(context: CheckContext) -> Iterator[Finding]:
         kind, message = context.kinds[folded[0].group], why
         if kind.status != "ambiguous":
             who = "a spec" if kind.decided_by is None else context.who(kind)
-            verb = "placed" if kind.status == "placed" else f"applied to the shape {kind.shape}"
-            message = f"{who} cannot be {verb}: {why}"
+            where = "" if kind.shape is None else f" to the shape {kind.shape}"
+            message = f"{who} cannot be applied{where}: {why}"
         yield finding(
             "misfit",
             message,

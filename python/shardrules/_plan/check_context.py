@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -126,6 +125,7 @@ class CheckContext:
         self.plan = plan
         self.kinds = plan.kinds
         self.sizes = plan.axis_sizes
+        self.companions = plan._leaves.companions
         self.path_rules = plan._leaves.path_rules
         """The rules, if they are for paths; None for logical names."""
         self.large = large
@@ -220,6 +220,11 @@ class CheckContext:
         """Tell if each of several devices holds leaves of a kind whole."""
         return is_replicated(kind, self.sizes)
 
+    def is_exempt(self, kind: Kind) -> bool:
+        """Tell if a rule that is made from shapes leaves such arrays whole itself."""
+        spec = None if kind.rule is None else self.plan._spec_of_rule(kind.rule)
+        return isinstance(spec, Fsdp) and not kind.losses and not axes_named(kind.wanted)
+
     def is_unnamed(self, kind: Kind) -> bool:
         """Tell if logical rules are to decide leaves that have no names."""
         has_rules = self.path_rules is None and kind.rule is None
@@ -235,13 +240,6 @@ class CheckContext:
             for axis, size in self.sizes.items()
             if size > 1 and axis not in used
         }
-
-    @cached_property
-    def fewer_names(self) -> list[Folded]:
-        """The folded leaves that have logical axis names, but not one for each dimension."""
-        return self.folded(
-            [kind.names and len(kind.names) < len(kind.shape or ()) for kind in self.kinds]
-        )
 
     def optional_axes_of(self, rule: int | None) -> frozenset[str]:
         """Return the mesh axes that a mesh may lack, as far as this rule is concerned."""
@@ -298,11 +296,6 @@ def added_rule(plan: Plan, leaves: Sequence[Folded]) -> str:
 
 
 def _pattern_shown(regex: str) -> str:
-    """Write a regex as one does in Python."""
-    for written in (f"r'{regex}'", f'r"{regex}"'):
-        try:
-            if regex.isprintable() and ast.literal_eval(written) == regex:
-                return written
-        except (SyntaxError, ValueError):
-            pass
-    return repr(regex)
+    """Write a regex, of escaped texts, as one does in Python."""
+    quote = '"' if "'" in regex else "'"
+    return f"r{quote}{regex}{quote}" if regex.isprintable() and quote not in regex else repr(regex)

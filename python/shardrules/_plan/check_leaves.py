@@ -9,14 +9,13 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from functools import cache
 from itertools import chain
 from math import prod
 from typing import Any, Final
 
 import numpy as np
 
-from shardrules._base.rule_specs import Fsdp, is_on_host
+from shardrules._base.rule_specs import is_on_host
 from shardrules._base.specs import entries_of, entry_axes, few_heads_advice
 from shardrules._base.text import SLIP, and_more, bytes_shown, counted, nearest
 from shardrules._plan.check_context import (
@@ -28,30 +27,28 @@ from shardrules._plan.check_context import (
     only_one,
     rules_listed,
 )
-from shardrules._plan.companions import LORA, QUANTIZED, Companion, base_path, fits_rank
+from shardrules._plan.companions import Companion
 from shardrules._plan.findings import Finding, at_stake
 from shardrules._plan.fold import Folded, fold
-from shardrules._plan.kinds import Kind, axes_named
+from shardrules._plan.kinds import Kind
 from shardrules._plan.leaves import first_rules
 from shardrules._plan.memory import DeviceBytes
 from shardrules._plan.path_words import Projection, is_gathered, projections
-from shardrules._plan.resolve import dims_at
+from shardrules._plan.resolve import links_of
 from shardrules._rules.resolver import axes_in
-from shardrules._rules.rules import Rules
-
-_TABLES: Final[Mapping[str, tuple[Companion, ...]]] = {"LORA": LORA, "QUANTIZED": QUANTIZED}
-"""The package's own tables by name."""
 
 
 @check_of(
     "companion",
     "warning",
     "leaves that a companion finds, but no rule for their base, so that their own rule counts; "
-    "companions that find nothing: of `LORA` and `QUANTIZED`, if none of their records does; "
+    "companions that find nothing: of `LORA` and `QUANTIZED`, if no companion does; "
     "and factors of LoRA whose rank a rule for their kernel cuts",
 )
 def following(context: CheckContext) -> Iterator[Finding]:
-    plan, links = context.plan, context.plan._leaves.links
+    plan, links, companions = context.plan, context.plan._leaves.links, context.companions
+    if not companions:
+        return
     unled: dict[Companion, list[int]] = defaultdict(list)
     for row, of_row in links.items():
         if plan.sources[row] != of_row[-1].base:
@@ -71,41 +68,35 @@ def following(context: CheckContext) -> Iterator[Finding]:
             folded,
             bytes=context.device_bytes(folded),
         )
+    from shardrules._plan.companion_tables import LORA, QUANTIZED
+
     successful = {link.companion for of_row in links.values() for link in of_row}
     # Most records of the package's own tables find nothing, by design.
-    tables: dict[str, list[Companion]] = defaultdict(list)
-    for companion in plan._leaves.companions:
-        name = next((name for name, table in _TABLES.items() if companion in table), None)
-        tables[name or f"the companion {companion.pattern!r}"].append(companion)
-    for name, table in tables.items():
-        if successful.isdisjoint(table):
-            yield finding(
-                "companion",
-                f"{name} finds no leaf",
-                "correct its pattern or dims to what the tree's leaves are, or leave it out",
-            )
+    idle = [each for each in companions if each not in (*successful, *LORA, *QUANTIZED)]
+    who = [f"the companion {each.pattern!r} finds" for each in idle]
+    for text in who or ([] if successful else ["the companions find"]):
+        fix = "correct its pattern or dims to what the tree's leaves are, or leave it out"
+        yield finding("companion", f"{text} no leaf", fix)
 
 
-@check_of("companion")
+@check_of("companion", rules_of="paths")
 def cut_ranks(context: CheckContext) -> Iterator[Finding]:
     """Factors of LoRA that a rule for their kernel decides, as if they were the kernel."""
     plan, rules = context.plan, context.path_rules
+    if rules is None or not any("lora_" in text for text in plan._leaves.templates.texts):
+        return
+    from shardrules._plan.companion_tables import LORA
+
+    links = links_of(plan._leaves, LORA)
+    rule_of = first_rules(rules, [link.base for chain in links.values() for link in chain])
     cut: dict[int, list[Folded]] = defaultdict(list)
-    for part in plan.folded if rules is not None else ():
+    for part in plan.folded:
         row, kind = int(part.rows[0]), context.kinds[part.group]
-        path, shape = plan.paths[row], kind.shape
-        if "lora_" not in path or shape is None or row in plan._leaves.links:
-            continue
-        records = (record for record in LORA if fits_rank(record, len(shape)))
-        record = next((each for each in records if _rules_of_record(each).all_matches(path)), None)
-        if record is None or rules is None or kind.rule is None or kind.spec is None:
-            continue
-        base = base_path(record, path)
-        if first_rules(rules, [base])[base] == kind.rule:
-            kernel = plan._leaves.rows.get(base)
-            kernel_shape = None if kernel is None else plan.kinds[plan.kind_of[kernel]].shape
-            entries = zip(dims_at(record, path, shape, kernel_shape), kind.spec, strict=False)
-            if any(dim is None and entry is not None for dim, entry in entries):
+        chain = () if row in plan._leaves.links else links.get(row, ())
+        for link in chain[:1]:
+            entries = zip(link.step.dims, kind.spec or (), strict=False)
+            is_cut = any(dim is None and entry is not None for dim, entry in entries)
+            if is_cut and kind.rule is not None and kind.rule == rule_of[link.base]:
                 cut[kind.rule].append(part)
     for rule, folded in cut.items():
         yield finding(
@@ -117,11 +108,6 @@ def cut_ranks(context: CheckContext) -> Iterator[Finding]:
             folded,
             rule=rule,
         )
-
-
-@cache
-def _rules_of_record(record: Companion) -> Rules:
-    return Rules([(record.pattern, None)])
 
 
 _MOST_LEAVES: Final = 5
@@ -221,7 +207,7 @@ def replicated(context: CheckContext) -> Iterator[Finding]:
         kind = kinds[part.group]
         # Leaves of the catch-all, and those without names, are reported as that.
         if kind.rule not in context.silent_catch_alls and not context.is_unnamed(kind):
-            by_rule[kind.decided_by, _is_exempt(context, kind)].append(part)
+            by_rule[kind.decided_by, context.is_exempt(kind)].append(part)
     large_of = {
         rule: [part for part in folded if kinds[part.group].device_bytes >= context.large]
         for rule, folded in by_rule.items()
@@ -251,12 +237,6 @@ def replicated(context: CheckContext) -> Iterator[Finding]:
             rule=kind.rule,
             bytes=cost,
         )
-
-
-def _is_exempt(context: CheckContext, kind: Kind) -> bool:
-    """Tell if a rule that is made from shapes leaves such arrays whole itself."""
-    spec = None if kind.rule is None else context.plan._spec_of_rule(kind.rule)
-    return isinstance(spec, Fsdp) and not kind.losses and axes_named(kind.wanted) == frozenset()
 
 
 @check_of("half-head", "warning", "projections of attention that are cut inside a head")
@@ -387,7 +367,9 @@ def unnamed(context: CheckContext) -> Iterator[Finding]:
 @check_of("unnamed", rules_of="names")
 def fewer_names(context: CheckContext) -> Iterator[Finding]:
     """Arrays with fewer names than dimensions: the names may be those of the wrong dimensions."""
-    if folded := context.fewer_names:
+    kinds = context.kinds
+    has_fewer = [kind.names and len(kind.names) < len(kind.shape or ()) for kind in kinds]
+    if folded := context.folded(has_fewer):
         first = context.kinds[folded[0].group]
         yield finding(
             "unnamed",
@@ -418,9 +400,8 @@ def dead_names(context: CheckContext) -> Iterator[Finding]:
 
 @check_of(
     "nnx-value",
-    "error, warning",
-    "rules that match leaves of flax nnx only through the `value` in which their paths end: as "
-    "they match all such paths, or beside leaves that they match by name (warning)",
+    "error",
+    "rules that match leaves of flax nnx only through the `value` in which all their paths end",
     rules_of="paths",
 )
 def nnx_values(context: CheckContext) -> Iterator[Finding]:
@@ -428,23 +409,18 @@ def nnx_values(context: CheckContext) -> Iterator[Finding]:
     if rules is None or rules.dialect.hidden_key is not None:
         return
     end = f"{rules.dialect.separator or '.'}value"
-    through: dict[int, list[Folded]] = defaultdict(list)
-    by_name: set[int] = set()
-    for part in context.plan.folded:
-        path = sources[part.rows.item(0)]
-        if path.endswith(end):
-            matching = set(rules.all_matches(path.removesuffix(end)))
-            by_name |= matching
-            rule = context.kinds[part.group].rule
-            if rule is not None and rule not in matching and not _spells(rules[rule][0], end):
-                through[rule].append(part)
-    if not through:
-        return
     # Paths that have nothing of a model in them but this end, or not even that.
     probe = "~" if rules.dialect.separator else "['~']"
-    anywhere = {*rules.all_matches(probe + end)} - {*rules.all_matches(probe)}
-    for rule, folded in through.items():
-        if rule in anywhere | by_name:  # of others the pattern is meant so
+    for rule in sorted({*rules.all_matches(probe + end)} - {*rules.all_matches(probe)}):
+        if str(rules[rule][0]).removesuffix("$").endswith((end, re.escape(end))):  # it says so
+            continue
+        folded = [
+            part
+            for part in context.folded([kind.rule == rule for kind in context.kinds])
+            for path in [sources[part.rows.item(0)]]
+            if path.endswith(end) and rule not in rules.all_matches(path.removesuffix(end))
+        ]
+        if folded:
             yield finding(
                 "nnx-value",
                 f"{context.rule(rule)} matches {counted(leaves_in(folded), 'leaf')} only through "
@@ -452,11 +428,5 @@ def nnx_values(context: CheckContext) -> Iterator[Finding]:
                 "use the dialect NNX, whose paths do not have it; or let the pattern go on behind "
                 f"the name, as in value{end[0]}kernel",
                 folded,
-                level=None if rule in anywhere else "warning",
                 rule=rule,
             )
-
-
-def _spells(pattern: Any, end: str) -> bool:
-    """Tell if a pattern ends in the very end of the paths, as those of a tree of specs do."""
-    return str(pattern).removesuffix("$").endswith((end, re.escape(end)))

@@ -14,7 +14,7 @@ import numpy as np
 from shardrules._base.rule_specs import Fsdp, has_axes, in_memory_shown, is_on_host, rule_spec
 from shardrules._base.specs import as_placed, as_written, spec_shown
 from shardrules._base.text import and_more, bytes_shown, counted, mesh_shown, printable, record
-from shardrules._plan.align import match_leaves
+from shardrules._plan.align import check_distinct, match_rows
 from shardrules._plan.answers import Answer
 from shardrules._plan.fold import fold
 from shardrules._plan.kinds import Kind, Spec, dtype_shown, placement_shown, problem_shown
@@ -77,7 +77,9 @@ class Pairs(NamedTuple):
 
 def paired(before: Plan, after: Plan) -> Pairs:
     """Return the leaves of both plans, paired by their paths."""
-    matched = np.array(match_leaves(before._leaves, after._leaves), np.int64)
+    for plan in (before, after):
+        check_distinct(plan.paths, "plans are compared by paths")
+    matched = np.array(match_rows(before.paths, after.paths), np.int64)
     new = np.setdiff1d(np.arange(len(after.paths)), matched)
     kinds_before = before.kind_of.astype(np.int64)
     # A kind of -1 stands for a leaf that is not there.

@@ -36,7 +36,8 @@ from shardrules._plan.align import (
     PlannedLeaves,
     abstract_tree,
     decided_in,
-    leaves_in_plan,
+    found_in_plan,
+    match_rows,
     put_as_planned,
     sharding_tree,
     spec_tree,
@@ -219,7 +220,8 @@ class Plan(Decider):
         """
         decider = as_decider("rules", rules)
         if isinstance(decider, Plan):
-            return decider._for(leaves_in_plan(self._leaves, decider._leaves), self.mesh)
+            rows = match_rows(self.paths, decider.paths)
+            return decider._for(found_in_plan(self._leaves, decider._leaves, rows), self.mesh)
         if isinstance(self.rules, LogicalRules) != isinstance(decider, ByNames):
             raise TypeError(
                 "rules: the plan has logical rules: give LogicalRules, or plan the tree itself"

@@ -24,7 +24,6 @@ from shardrules._place.mesh import has_devices
 from shardrules._place.shardings import listing
 from shardrules._plan.align import placement_errors
 from shardrules._plan.answers import Answer, Column, Table
-from shardrules._plan.check import refusals
 from shardrules._plan.diff import Pair, Pairs, paired
 from shardrules._plan.fold import fold
 from shardrules._plan.kinds import Kind, dtype_shown, placement_shown
@@ -310,12 +309,10 @@ def _difference(pair: Pair) -> str:
 
 def _check_placed(whose: str, plan: Plan) -> None:
     """Check that it is known what the devices hold of each leaf."""
-    for kind in plan.kinds:
-        if kind.status != "placed" or any(refusals(kind, plan)):
-            raise ValueError(f"{whose}: leaves get no sharding\n{placement_errors(plan)}")
+    if errors := placement_errors(plan):
+        raise ValueError(f"{whose}: leaves get no sharding\n{errors}")
     for folded in plan.folded:
-        kind = plan.kinds[folded.group]
-        if why := _reason_unknown(kind):
+        if why := _reason_unknown(kind := plan.kinds[folded.group]):
             spec = placement_shown(kind)
             raise ValueError(printable(f"{whose}: {folded.pattern} has {spec}: {why}"))
 

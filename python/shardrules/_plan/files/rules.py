@@ -35,7 +35,7 @@ from shardrules._plan.codec import (
     record_of,
     rules_of,
 )
-from shardrules._plan.companions import LORA, QUANTIZED, Companion, stacked
+from shardrules._plan.companions import Companion, stacked
 from shardrules._plan.files.modules import file_name, is_module_form, load_object
 from shardrules._plan.findings import NOTHING, Declared
 from shardrules._rules.dialects import LINEN, MAXTEXT, Dialect, LogicalDialect
@@ -121,8 +121,6 @@ def _loader(yaml: Any) -> type[Any]:
     return Loader
 
 
-TABLES: Final = {"lora": LORA, "quantized": QUANTIZED}
-"""Tables of companions by their names in files."""
 MAXTEXT_KEY: Final = "logical_axis_rules"
 """The key of the rules in MaxText's YAML."""
 # Functions whose arguments are entries of these keys: the path of a stack, or a table.
@@ -312,9 +310,12 @@ def _companions(table: _RuleFileTable) -> tuple[Companion, ...]:
 
 
 def _table(where: str, name: object) -> Sequence[Companion]:
-    if isinstance(name, str) and name.lower() in TABLES:
-        return TABLES[name.lower()]
-    raise ValueError(f"{where}there is no table {shown(name)}; there are {', '.join(TABLES)}")
+    from shardrules._plan.companion_tables import LORA, QUANTIZED
+
+    tables = {"lora": LORA, "quantized": QUANTIZED}
+    if isinstance(name, str) and name.lower() in tables:
+        return tables[name.lower()]
+    raise ValueError(f"{where}there is no table {shown(name)}; there are {', '.join(tables)}")
 
 
 def _stack(where: str, key: str, entry: object) -> Companion:
