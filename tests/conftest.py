@@ -1,7 +1,5 @@
 """Peers are the oracle; where one is not installed, its tests say so and are skipped."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

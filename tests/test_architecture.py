@@ -4,8 +4,6 @@ Every import counts, also those in functions and those for type checkers alone, 
 functions that are the bodies of `Plan`'s methods say in their signatures that they take a `Plan`.
 """
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter

@@ -1,7 +1,5 @@
 """Every parameter of every public function, with values that it cannot be: what the error says."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import re

@@ -1,7 +1,5 @@
 """`write_text`: a reader sees either the old file or the whole new one, also after a failure."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """Correction policies: each by hand, and all of them against a plain restatement."""
 
-from __future__ import annotations
-
 from math import prod
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What a prompt, a notebook and pickle show of every public value, in one table."""
 
-from __future__ import annotations
-
 import copy
 import enum
 import html

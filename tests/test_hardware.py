@@ -1,7 +1,5 @@
 """The public figures of devices, against a second source; and records of one's own."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pickle

@@ -1,7 +1,5 @@
 """What users do wrong, and what they are told: what they gave, what is expected, and the line to write."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """Near paths in errors: the one that was meant comes first, at a bounded cost."""
 
-from __future__ import annotations
-
 import difflib
 import random
 

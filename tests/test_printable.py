@@ -1,7 +1,5 @@
 """Names are anybody's: none reaches a terminal raw, and none is a line or a command of its own."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

@@ -3,8 +3,6 @@
 A kind gives the same answer as pairs do, or a TypeError that says what to give instead.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path

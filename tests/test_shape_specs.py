@@ -1,7 +1,5 @@
 """Specs that are made from shapes: against what big_vision and openpi do, and wherever a spec goes."""
 
-from __future__ import annotations
-
 import pickle
 from types import SimpleNamespace
 

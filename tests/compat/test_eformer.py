@@ -3,8 +3,6 @@
 `patch` puts the code of compat's functions in the place of eformer's: tests/compat/test_patch.py sees to that.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import warnings

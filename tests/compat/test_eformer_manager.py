@@ -1,7 +1,5 @@
 """compat.eformer_manager beside the installed eformer; and where eformer is broken."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Differential: the installed flax.core.meta and flax.core.spmd, on the same inputs."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pickle

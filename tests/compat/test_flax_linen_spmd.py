@@ -1,7 +1,5 @@
 """compat.flax_linen_spmd, and the functions of the package, beside the installed flax."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

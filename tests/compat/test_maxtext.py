@@ -1,7 +1,5 @@
 """MaxText's golden shardings: each leaf and each named activation, as MaxText decided it."""
 
-from __future__ import annotations
-
 import ast
 import gzip
 import json

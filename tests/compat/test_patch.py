@@ -4,8 +4,6 @@ They put the code of compat's functions in a library's place; what that answers 
 tests/compat/test_eformer.py and test_flax_linen_spmd.py compare.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """Every example in the README, in docs/ and in docstrings runs, and what the pages say of files is so."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import importlib

@@ -1,7 +1,5 @@
 """The example trains, sharded as its rules say, and to the same result as on one device."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

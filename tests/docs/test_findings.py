@@ -1,7 +1,5 @@
 """The page of findings has a section for each kind, to which messages can link."""
 
-from __future__ import annotations
-
 import re
 import typing
 

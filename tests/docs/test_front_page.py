@@ -1,7 +1,5 @@
 """The table of the front page: its lines find the mistakes beside which they stand."""
 
-from __future__ import annotations
-
 import re
 
 import jax

@@ -1,7 +1,5 @@
 """The built site in Chromium, opened from a disk: its search finds, and nothing is clipped."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 

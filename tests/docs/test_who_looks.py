@@ -1,7 +1,5 @@
 """The table of who looks at what is one: in the README, the site's first page, and each docstring."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

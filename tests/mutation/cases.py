@@ -4,8 +4,6 @@ A list is cut to the rules that its model has a use for: rules for other models 
 warning of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Final
@@ -17,8 +15,6 @@ from shardrules._base.specs import entries_of, entry_axes
 from tests.mutation.models import MODELS
 from tests.mutation.slips import Case
 from tests.support import corpus
-
-__all__ = ["HELD_OUT", "TUNED", "cases"]
 
 _LLAMA: Final = (
     "EasyLM__llama", "LWM__llama-scan_layersFalse", "LWM__vision_llama-scan_layersFalse", "felafax__llama3_jax",

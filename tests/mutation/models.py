@@ -4,41 +4,26 @@ From the models' own configurations and the paths that their libraries give para
 for each layer. Nothing here is a checkpoint.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final, NamedTuple
 
-import jax
-
-__all__ = ["MODELS", "Model"]
+from tests.support.models import Shapes, nested
+from tests.support.models import at as _at
 
 
 class Model(NamedTuple):
     """A model by its layers."""
 
     layers: int
-    shapes: dict[str, tuple[int, ...]]
+    shapes: Shapes
     """By path; a `*` stands for each of the layers."""
     dtype: str = "bfloat16"
 
     def tree(self) -> dict[str, Any]:
         """Nested dicts of abstract arrays."""
-        tree: dict[str, Any] = {}
-        for path, shape in self.shapes.items():
-            for layer in range(self.layers if "*" in path else 1):
-                *outer, last = path.replace("*", str(layer)).split("/")
-                node = tree
-                for key in outer:
-                    node = node.setdefault(key, {})
-                node[last] = jax.ShapeDtypeStruct(shape, self.dtype)
-        return tree
+        return nested(self.shapes, self.layers, self.dtype)
 
 
-def _at(prefix: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    return {f"{prefix}/{path}": shape for path, shape in shapes.items()}
-
-
-def _attention(hidden: int, q: int, kv: int, norm: int = 0) -> dict[str, tuple[int, ...]]:
+def _attention(hidden: int, q: int, kv: int, norm: int = 0) -> Shapes:
     norms = {"q_norm/kernel": (norm,), "k_norm/kernel": (norm,)} if norm else {}
     return {
         "q_proj/kernel": (hidden, q),
@@ -49,11 +34,11 @@ def _attention(hidden: int, q: int, kv: int, norm: int = 0) -> dict[str, tuple[i
     }
 
 
-def _mlp(hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+def _mlp(hidden: int, inner: int) -> Shapes:
     return {"gate_proj/kernel": (hidden, inner), "up_proj/kernel": (hidden, inner), "down_proj/kernel": (inner, hidden)}
 
 
-def _experts(experts: int, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+def _experts(experts: int, hidden: int, inner: int) -> Shapes:
     return {path: (experts, *shape) for path, shape in _mlp(hidden, inner).items()}
 
 

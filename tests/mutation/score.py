@@ -3,8 +3,6 @@
 `python -m tests.mutation` prints the tables of docs/findings.md. Must not know how a check works.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -16,8 +14,6 @@ from typing import Final, NamedTuple
 import shardrules as sr
 from shardrules._base.specs import Entries, entries_of, entry_axes
 from tests.mutation.slips import CLASSES, Case
-
-__all__ = ["Score", "outcomes", "score", "table"]
 
 HARM: Final = (0.02, 16 * 2**20)
 """A slip is harmful if it costs more than this share of the ideal, and more than these bytes."""

@@ -4,8 +4,6 @@ Each class of slips is a generator from a case to cases that differ in one slip.
 check says about them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The mutation score of `check`: at least 99 % of the slips that cost memory are told."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.mutation.cases import HELD_OUT, TUNED, cases

@@ -7,8 +7,6 @@ repository. What belongs to an extra is tried where the extra is installed; wher
 message must say how to get it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The public API is what tests/data/api.txt says, and `help` shows it; CONTRIBUTING.md says what a change to it takes."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import importlib

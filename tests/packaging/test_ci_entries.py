@@ -1,7 +1,5 @@
 """The GitHub action and the pre-commit hook: parsed, and run as their runners would run them."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """NOTICE names every project that the data of the package and of its tests come from."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -3,8 +3,6 @@
 Says its sizes. Must not import the package: it runs where nothing but the build's requirements are.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from zipfile import ZipFile

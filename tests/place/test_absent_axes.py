@@ -1,16 +1,14 @@
-"""Axes that the mesh lacks: an error at every door, in one form, unless they are declared."""
-
-from __future__ import annotations
+"""Axes that the mesh lacks, or that cut nothing: an error at every door, in one form, unless they are declared."""
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 
-ARRAY = np.zeros((8, 8), "float32")
+ARRAY = np.arange(64, dtype="float32").reshape(8, 8)
 TREE = {"a": {"kernel": ARRAY}, "b": ARRAY}
 NAMES = {"a/kernel": ("embed", None), "b": ("embed", None)}
 
@@ -18,6 +16,11 @@ NAMES = {"a/kernel": ("embed", None), "b": ("embed", None)}
 @pytest.fixture(scope="module")
 def mesh():
     return Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tp"))
+
+
+@pytest.fixture(scope="module")
+def explicit():
+    return jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
 
 
 def rules_of(spec, optional=()):
@@ -54,9 +57,18 @@ DOORS = {
 BY_SPECS = {
     "named_shardings by specs": lambda spec, mesh: sr.named_shardings(TREE, spec, mesh),
     "plan by specs": lambda spec, mesh: sr.plan(TREE, spec, mesh).shardings(),
+    "specs of a plan": lambda spec, mesh: sharded_by(mesh, sr.plan(TREE, rules_of(spec), mesh).specs()),
     "shard by specs": lambda spec, mesh: placed(sr.shard(TREE, spec, mesh)),
+    "shard_local": lambda spec, mesh: placed(sr.shard_local(TREE, spec, mesh)),
     "with_sharding_constraint by specs": lambda spec, mesh: placed(sr.with_sharding_constraint(TREE, spec, mesh)),
 }  # fmt: skip
+
+
+PLACING = ("shard", "shard by a plan", "reshard", "shard by specs", "shard_local")
+
+
+def sharded_by(mesh, specs):
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, P))
 
 
 def placed(tree):
@@ -126,3 +138,54 @@ def test_a_logical_rule_that_has_lost_its_axes_leaves_the_name_to_the_next():
         else:
             found = sr.named_shardings(TREE, given, {"tp": 2}, names=NAMES)
             assert plan.specs()["b"] == found["b"].spec == spec
+
+
+@pytest.mark.parametrize("door", PLACING)
+def test_reduced_axes_are_placed_and_unreduced_ones_not(explicit, door):
+    """The first ended in a bare error of JAX."""
+    call = {**DOORS, **BY_SPECS}[door]
+    reduced = NamedSharding(explicit, P("x", reduced={"y"}))
+    for found in jax.tree.leaves(call(reduced.spec, explicit)):
+        assert found.is_equivalent_to(reduced, 2)
+        assert found.spec.reduced == {"y"}
+    np.testing.assert_array_equal(sr.shard({"a": ARRAY}, reduced)["a"], ARRAY)
+    with pytest.raises(ValueError, match=r"the leaf \['a'\].* cannot be placed .* sum over y"):
+        call(P("x", unreduced={"y"}), explicit)
+
+
+@pytest.mark.parametrize("tag", ["reduced", "unreduced"])
+@pytest.mark.parametrize("door", [door for door in {**DOORS, **BY_SPECS} if "names" not in door])
+def test_one_that_cuts_nothing_and_that_the_mesh_lacks(explicit, door, tag):
+    with pytest.raises(ValueError, match="the mesh has no axis 'z'") as caught:
+        {**DOORS, **BY_SPECS}[door](P("x", **{tag: {"z"}}), explicit)
+    for part in ("\n    a/kernel", "(8, 8)", f"{tag}=['z']"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.skipif(
+    (0, 8) <= jax.__version_info__ < (0, 12), reason="JAX 0.10 takes them outside jit, and no error ends it"
+)
+@pytest.mark.parametrize("make", [np.asarray, jax.numpy.asarray], ids=["numpy", "jax"])
+def test_constraints_outside_jit_ended_in_a_bare_error_of_jax(explicit, make):
+    given, spec = {"b": make(ARRAY), "a": make(ARRAY)}, P("x", unreduced={"y"})
+    with pytest.raises(ValueError, match=r"the leaf \['a'\] cannot be placed .* sum over y"):
+        sr.with_sharding_constraint(given, [("a", spec), ("b", P("x"))], explicit)
+
+
+def test_a_constraint_to_the_unreduced_axes_that_an_array_has_keeps_it(explicit):
+    factors = [jax.device_put(ARRAY, NamedSharding(explicit, spec)) for spec in (P("x", "y"), P("y"))]
+    target = NamedSharding(explicit, P("x", None, unreduced={"y"}))
+    sums = jax.jit(lambda a, b: jax.numpy.einsum("ij,jk->ik", a, b, out_sharding=target))(*factors)
+    assert sr.with_sharding_constraint({"a": sums}, target)["a"].sharding == target
+
+
+def test_one_that_is_not_explicit_is_told_with_path_and_rule():
+    for call in (sr.named_shardings, lambda *given: sr.plan(*given).shardings()):
+        with pytest.raises(ValueError, match=r"(?s)rule 0.*Explicit"):
+            call({"a": ARRAY}, [("a", P(None, unreduced={"x"}))], {"x": 2})
+
+
+def test_zero1_cuts_along_a_reduced_axis(explicit):
+    """The moments are cut by what the parameter is whole along."""
+    plan = sr.plan({"a": ARRAY}, [("a", P("x", reduced={"y"}))], explicit)
+    assert plan.for_optimizer({"mu": {"a": ARRAY}}, zero1="y").specs()["mu"]["a"] == P("x", "y")

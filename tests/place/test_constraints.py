@@ -1,7 +1,5 @@
 """with_sharding_constraint inside and outside of jit, on auto, explicit, mixed and manual axes."""
 
-from __future__ import annotations
-
 import itertools
 
 import jax

@@ -1,7 +1,5 @@
 """Memory kinds: a NamedSharding or a rule sets one; otherwise an array keeps its own."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The mesh that is used: the argument, jax.set_mesh, use_abstract_mesh, `with mesh:`, inside jit and shard_map."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """shard, shard_local and gather in one process; tests/place/test_processes.py has several."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import pickle

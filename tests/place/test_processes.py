@@ -4,8 +4,6 @@ Each process has four CPU devices; tests/support/process_worker.py is what they 
 process outlives its test.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """named_shardings and spec_for: against match and correct leaf by leaf, and their errors."""
 
-from __future__ import annotations
-
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Differential: the installed eformer, on every real rule set and every real manifest."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from functools import cache

@@ -1,7 +1,5 @@
 """Bad input gets a clear error naming the place and the way out; never a crash or half a result."""
 
-from __future__ import annotations
-
 import copyreg
 import gc
 import re

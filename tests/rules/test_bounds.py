@@ -1,7 +1,5 @@
 """Any pattern that `re` accepts, in bounded time and memory: shown by counters, not by the clock."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

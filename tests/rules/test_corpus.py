@@ -1,7 +1,5 @@
 """The hand-picked cases of data/corpus.toml, through `re` itself and through every engine."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from functools import reduce

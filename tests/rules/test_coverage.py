@@ -1,7 +1,5 @@
 """Dead and shadowed rules, and all matches of a path: one pass, checked against `re`."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Each dialect against a plain restatement of its library, and against the library where it is."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

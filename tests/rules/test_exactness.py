@@ -1,7 +1,5 @@
 """The chosen rule is the first whose re.search hits: checked against `re` itself."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

@@ -1,7 +1,5 @@
 """haliax's axis mappings against haliax itself, where it is installed."""
 
-from __future__ import annotations
-
 import jax
 import pytest
 from jax.sharding import PartitionSpec as P

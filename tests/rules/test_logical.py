@@ -1,7 +1,5 @@
 """Logical axes: what the package adds to flax; tests/compat/test_flax_linen_spmd.py has what is the same."""
 
-from __future__ import annotations
-
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Pairs that an earlier call had are not compiled again, and what comes of them is the same."""
 
-from __future__ import annotations
-
 import enum
 import gc
 import itertools

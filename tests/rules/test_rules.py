@@ -1,7 +1,5 @@
 """`Rules` as a value: immutable, hashable, picklable, usable from many threads at once."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

@@ -1,7 +1,5 @@
 """eformer 0.0.101's semantics, one by one; and what we add."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
 

@@ -1,7 +1,5 @@
 """`with_axes`: axes made of several, by which arrays of few heads are cut and the rest as before."""
 
-from __future__ import annotations
-
 import re
 
 import jax

@@ -4,8 +4,6 @@ Public is what `__all__` of `shardrules` and of the modules of `shardrules.compa
 `shardrules.dialects` and `types` import, and of classes what has no underscore.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import importlib

@@ -1,7 +1,5 @@
 """Chromium, driven by playwright, for reports: nothing in it leaves this machine."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Each check registers its kind, its levels and what it is about; `CheckKind` and the list of docs/findings.md are made of that.
 """
 
-from __future__ import annotations
-
 import re
 
 from shardrules._plan.check import KINDS  # its modules have registered theirs

@@ -1,7 +1,5 @@
 """A command of the command line in this process, with what it wrote."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys

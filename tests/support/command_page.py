@@ -1,7 +1,5 @@
 """The commands of docs/command-line.md, made of them: `python -m tests.support.command_page` writes them."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """A step that is compiled to its end, on a mesh of devices or on those of its arguments."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from shardrules._program.compiler import compile_whole

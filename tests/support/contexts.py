@@ -1,7 +1,5 @@
 """What a test may find itself in: mesh contexts of the JAX that is installed, AddressSanitizer, a container."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from contextlib import contextmanager

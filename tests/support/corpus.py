@@ -1,7 +1,5 @@
 """The real manifests and rule sets that tests and benchmarks run on."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable

@@ -14,8 +14,6 @@ Blocks of one page share a namespace and a folder, in order:
   `<!-- page needs: optax -->` says it of all its blocks.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib

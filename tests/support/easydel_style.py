@@ -4,8 +4,6 @@ Shaped like EasyDeL's base module: rules of the model's configuration, a tree of
 these the specs, shardings, and functions that place and fetch each array.
 """
 
-from __future__ import annotations
-
 import jax
 from eformer.escale import get_corrected_named_sharding, make_shard_and_gather_fns
 from eformer.escale import match_partition_rules as match_rules

@@ -4,8 +4,6 @@ An engine takes rules, which are patterns here, and paths; it gives for each pat
 first rule that matches, or NO_RULE.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@
 that a crash is a test's failure and not the end of the run.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import sys
@@ -23,24 +21,9 @@ from shardrules._rules.matcher import _dialect_options
 from shardrules._rules.patterns import EMPTY_TEXT_HAS_NO_NON_BOUNDARY, compile_patterns
 from shardrules.dialects import EFORMER, KERAS, KEYSTR, NNX
 
-Pair = namedtuple("Pair", ["first", "second"])
-
-
-class Own(namedtuple("Own", ["first"])):
-    """Its constructor runs."""
-
-    __slots__ = ()
-
-    def __new__(cls, first):
-        HOOKS.call("namedtuple")
-        return super().__new__(cls, first)
-
 
 class Hooks:
     """Counts the calls of all hooks; one of them, by its number, raises."""
-
-    def __init__(self):
-        self.calls, self.failing, self.error, self.failed = 0, None, None, ""
 
     def arm(self, failing: int | None, error: type[BaseException] | None) -> None:
         self.calls, self.failing, self.error, self.failed = 0, failing, error, ""
@@ -53,73 +36,74 @@ class Hooks:
 
 
 HOOKS = Hooks()
+HOOKS.arm(None, None)
 
 
+def counted(function, name):
+    """The function as a hook."""
+
+    def call(*args, **keywords):
+        HOOKS.call(name)
+        return function(*args, **keywords)
+
+    return call
+
+
+def hooked(**names):
+    """Makes hooks of a class's methods: `lt="lt"` of `__lt__`."""
+
+    def wrap(cls):
+        for method, name in names.items():
+            setattr(cls, f"__{method}__", counted(getattr(cls, f"__{method}__"), name))
+        return cls
+
+    return wrap
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@hooked(new="namedtuple")
+class Own(namedtuple("Own", ["first"])):
+    """Its constructor runs."""
+
+    __slots__ = ()
+
+
+@hooked(hash="hash", eq="eq", lt="lt", str="str", repr="repr")
 class Key:
     def __init__(self, text):
         self.text = text
 
     def __hash__(self):
-        HOOKS.call("hash")
         return 7  # so that all are compared
 
     def __eq__(self, other):
-        HOOKS.call("eq")
         return isinstance(other, Key) and self.text == other.text
 
     def __lt__(self, other):
-        HOOKS.call("lt")
         return self.text < other.text
 
-    def __str__(self):
-        HOOKS.call("str")
-        return self.text
-
     def __repr__(self):
-        HOOKS.call("repr")
         return self.text
 
 
+@hooked(mul="mul", rmul="mul", eq="size eq", hash="size hash")
 class Size(int):
-    def __mul__(self, other):
-        HOOKS.call("mul")
-        return Size(int(self) * int(other))
-
-    __rmul__ = __mul__
-
-    def __eq__(self, other):
-        HOOKS.call("size eq")
-        return int(self) == other
-
-    def __hash__(self):
-        HOOKS.call("size hash")
-        return hash(int(self))
+    """A size whose products are hooks, too: an int times one is its own product."""
 
 
-class Shape:
-    def __init__(self, *sizes):
-        self.sizes = sizes
-
-    def __len__(self):
-        HOOKS.call("len")
-        return len(self.sizes)
-
-    def __getitem__(self, index):
-        HOOKS.call("getitem")
-        return self.sizes[index]
-
-    def __iter__(self):
-        HOOKS.call("iter")
-        return iter(self.sizes)
+@hooked(len="len", getitem="getitem", iter="iter")
+class Shape(list):
+    """No tuple: it is read as any sequence."""
 
 
+@hooked(hash="dtype hash", eq="dtype eq")
 class DType:
     def __hash__(self):
-        HOOKS.call("dtype hash")
         return 3
 
     def __eq__(self, other):
-        HOOKS.call("dtype eq")
         return isinstance(other, DType)
 
     def __repr__(self):
@@ -139,15 +123,8 @@ class Leaf(metaclass=Meta):
     def __init__(self, shape):
         self._shape = shape
 
-    @property
-    def shape(self):
-        HOOKS.call("shape")
-        return self._shape
-
-    @property
-    def dtype(self):
-        HOOKS.call("dtype")
-        return DType()
+    shape = property(counted(lambda self: self._shape, "shape"))
+    dtype = property(counted(lambda self: DType(), "dtype"))
 
 
 class Slotted:
@@ -159,12 +136,12 @@ class Slotted:
         self.shape = shape
 
 
+@hooked(str="entry str")
 class Entry:
     def __init__(self, text):
         self.text = text
 
     def __str__(self):
-        HOOKS.call("entry str")
         return self.text
 
 
@@ -185,32 +162,25 @@ class Block:
     note: str = "kept"
 
 
+@hooked(init="init")
 class Called(Block):
     """A record whose constructor runs."""
 
-    def __init__(self, a, b, note):
-        HOOKS.call("init")
-        super().__init__(a, b, note)
 
-
-def flatten_with_keys(node):
-    HOOKS.call("flatten")
+def _flattened(node):
     return [(Entry(str(i)), child) for i, child in enumerate(node.children)], None
 
 
-def unflatten(_, children):
-    HOOKS.call("unflatten")
-    return Node(*children)
+flatten_with_keys = counted(_flattened, "flatten")
+unflatten = counted(lambda _, children: Node(*children), "unflatten")
 
 
 def registration(node_type: type, _: object) -> tuple[Any, Record | None]:
     """In the place of _node_types.registration."""
     HOOKS.call("registration")
     layout = {Block: RecordLayout.ATTRIBUTES, Called: RecordLayout.CALL}.get(node_type)
-    return (
-        unflatten if node_type is Node else None,
-        Record(layout, ("a", "b"), ("a", "b"), ("note",)) if layout is not None else None,
-    )
+    record = None if layout is None else Record(layout, ("a", "b"), ("a", "b"), ("note",))
+    return unflatten if node_type is Node else None, record
 
 
 class Registry:
@@ -222,13 +192,8 @@ class Registry:
         if isinstance(node, Block):
             return [("a", node.a), ("b", node.b)], node.note
         if isinstance(node, tuple):
-            names = map(GetAttrKey, node._fields)
-            return list(zip(names, node, strict=True)), type(node)
+            return list(zip(map(GetAttrKey, node._fields), node, strict=True)), type(node)
         return None
-
-    @staticmethod
-    def flatten(tree, is_leaf):
-        raise NotImplementedError
 
 
 class PartitionSpec(tuple):
@@ -238,38 +203,26 @@ class PartitionSpec(tuple):
         return super().__new__(cls, entries)
 
 
-class DictKey: ...
-
-
 class GetAttrKey:
     def __init__(self, name):
         self.name = name
 
 
-class SequenceKey: ...
-
-
-class FlattenedIndexKey: ...
-
-
 def use_stand_in() -> None:
     """Makes the core see the registry of this module, and not JAX."""
-    tree_util = ModuleType("jax.tree_util")
+    tree_util, sharding = ModuleType("jax.tree_util"), ModuleType("jax.sharding")
     tree_util.default_registry = Registry()
-    tree_util.tree_flatten = Registry.flatten
-    for kind in (DictKey, GetAttrKey, SequenceKey, FlattenedIndexKey):
-        setattr(tree_util, kind.__name__, kind)
-    sharding = ModuleType("jax.sharding")
+    tree_util.GetAttrKey, tree_util.tree_flatten = GetAttrKey, None
+    for kind in ("DictKey", "SequenceKey", "FlattenedIndexKey"):
+        setattr(tree_util, kind, type(kind, (), {}))
     sharding.PartitionSpec = PartitionSpec
-    sys.modules |= {
-        "jax": ModuleType("jax"), "jax.tree_util": tree_util, "jax.sharding": sharding,
-    }  # fmt: skip
+    sys.modules |= {"jax": ModuleType("jax"), "jax.tree_util": tree_util, "jax.sharding": sharding}
     shardrules._base.node_types.registration = registration
     # CPython's os.environ raises a SystemError where there is no memory.
     shardrules._rules.matcher.logs_moves = lambda: False
 
 
-def builtins_tree(leaf: object) -> Any:
+def hostile_tree(leaf: object) -> Any:
     """Every kind of node that needs no registry."""
     return {
         "a": [leaf, (leaf, None, ()), {7: leaf, 3: {"k": leaf}}],
@@ -278,11 +231,8 @@ def builtins_tree(leaf: object) -> Any:
         "nt": Pair(leaf, Own([leaf])),
         "many": {"1": leaf, "2": leaf, "3": leaf, "4": leaf, "5": leaf},
         "t": leaf,
+        "keys": {Key("p"): leaf, Key("q"): [leaf]},
     }
-
-
-def hostile_tree(leaf: object) -> Any:
-    return {**builtins_tree(leaf), "keys": {Key("p"): leaf, Key("q"): [leaf]}}
 
 
 def registered_tree(leaf: object) -> Any:
@@ -305,26 +255,14 @@ REGULAR = [pattern.replace("(?=/)", "$") for pattern in PATTERNS]
 
 def rule_set(dialect: Any = EFORMER, memory_budget: int = 1 << 20, patterns: list[str] = PATTERNS) -> RuleSet:
     code = compile_patterns(patterns, dialect.match)
-
-    def accepts(number, character):
-        HOOKS.call("accepts")
-        return code.oracle(number, character)
-
-    def hooked(search):
-        def call(path):
-            HOOKS.call("search")
-            return search(path)
-
-        return call
-
     return RuleSet(
         code.patterns,
         code.classes,
-        accepts,
+        counted(code.oracle, "accepts"),
         code.word_class,
         code.ascii_word_class,
         EMPTY_TEXT_HAS_NO_NON_BOUNDARY,
-        [(rule, hooked(search)) for rule, search in code.fallbacks],
+        [(rule, counted(search, "search")) for rule, search in code.fallbacks],
         memory_budget,
         len(dialect.match),
         _dialect_options(dialect),
@@ -346,20 +284,18 @@ def spec_table(spec: object) -> SpecTable:
     return SpecTable([None] * len(PATTERNS), [2] * len(PATTERNS), Make(spec))
 
 
-def sharding_table(spec: object) -> ShardingTable:
-    corrector = Corrector([([2], 1), ([3], 1)], "drop", "drop")
+def sharding_table(spec: object, corrector: Corrector | None = None) -> ShardingTable:
     return ShardingTable([corrector], [0] * len(PATTERNS), Make(spec), Make(spec))
 
 
-def shape_table(spec: object) -> ShardingTable:
-    return ShardingTable([None], [0] * len(PATTERNS), Make(spec), Make(spec))
+def corrected_table(spec: object) -> ShardingTable:
+    return sharding_table(spec, Corrector([([2], 1), ([3], 1)], "drop", "drop"))
 
 
 def match(
     tree: Any, table: Any, dialect: Any = EFORMER, min_size: int = 0, patterns: list[str] = PATTERNS
 ) -> Callable[[], Any]:
     rules = rule_set(dialect, patterns=patterns)
-
     return lambda: rules.match(tree, table(SPEC), True, min_size, SPEC, None, None, True)
 
 
@@ -376,12 +312,7 @@ def survey(tree: Any) -> Callable[[], Any]:
 
 def count(tree: Any) -> Callable[[], Any]:
     rules = rule_set()
-    return lambda: rules.count_matches(tree, True)
-
-
-def count_paths() -> Callable[[], Any]:
-    rules = rule_set()
-    return lambda: rules.count_paths(["a/kernel", "a/é", "b/kernel"])
+    return lambda: (rules.count_matches(tree, True), rules.count_paths(["a/kernel", "a/é", "b/kernel"]))
 
 
 def searches() -> Callable[[], Any]:
@@ -398,46 +329,30 @@ def searches() -> Callable[[], Any]:
 
 SPEC = ("the spec", "of all rules")
 LEAF = Leaf((Size(6), Size(8)))
-ODD_LEAF = Leaf(Shape(Size(6), Size(8)))
+ODD_LEAF = Leaf(Shape([Size(6), Size(8)]))
 
-# What is called; each makes its own rules and tables once.
-CASES: dict[str, Callable[[], Callable[[], Any]]] = {
-    "match": lambda: match(hostile_tree(LEAF), spec_table),
-    "match odd shapes": lambda: match(hostile_tree(ODD_LEAF), spec_table, min_size=40),
-    "match registered": lambda: match(registered_tree(LEAF), spec_table),
-    "Rules.match": lambda: through_rules(hostile_tree(LEAF)),
-    "match siblings": lambda: match(siblings_tree(LEAF), spec_table, patterns=REGULAR),
-    "match keystr": lambda: match(registered_tree(LEAF), spec_table, KEYSTR),
-    "match hidden": lambda: match([registered_tree(LEAF), {"value": LEAF}], spec_table, NNX),
-    "match unique": lambda: match(hostile_tree(LEAF), spec_table, KERAS),
-    "shardings": lambda: match(hostile_tree(ODD_LEAF), sharding_table),
-    "shardings by shape": lambda: match(hostile_tree(ODD_LEAF), shape_table),
-    "survey": lambda: survey(registered_tree(ODD_LEAF)),
-    "count": lambda: count(hostile_tree(LEAF)),
-    "count of paths": count_paths,
-    "searches": searches,
-    "templates": lambda: lambda: templates(["a/1", "a/2/é", "b\0"] * 3),
-}
-
-
-# The least of the hooks that each of them must call.
-_WALKED = {"shape", "hash", "eq", "lt", "str", "search", "namedtuple", "accepts"}
-EXPECTED_HOOKS: dict[str, set[str]] = {
-    "match": _WALKED | {"make"},
-    "match odd shapes": _WALKED | {"make", "len", "iter", "mul"},
-    "match registered": _WALKED | {"make", "flatten", "unflatten", "entry str", "init"},
-    "Rules.match": {"shape", "hash", "eq", "lt", "str", "namedtuple"},
-    "match siblings": {"shape", "make"},
-    "match keystr": {"shape", "repr", "flatten", "entry str"},
-    "match hidden": {"shape", "flatten", "unflatten", "entry str"},
-    "match unique": {"shape", "hash", "str"},
-    "shardings": _WALKED | {"make", "getitem"},
-    "shardings by shape": _WALKED | {"make", "dtype", "dtype hash", "dtype eq", "size hash"},
-    "survey": _WALKED | {"dtype", "dtype hash", "dtype eq", "size hash"},
-    "count": {"shape", "hash", "str", "search"},
-    "count of paths": {"search", "accepts"},
-    "searches": {"accepts", "search"},
-}
+_WALKED = "shape hash eq lt str search namedtuple accepts "
+# What is called, each with rules and tables of its own; and the least of the hooks that it must call.
+CASES: dict[str, tuple[Callable[[], Callable[[], Any]], str]] = {
+    "match": (lambda: match(hostile_tree(LEAF), spec_table), _WALKED + "make"),
+    "match odd shapes": (
+        lambda: match(hostile_tree(ODD_LEAF), spec_table, min_size=40), _WALKED + "make len iter mul"),
+    "match registered": (
+        lambda: match(registered_tree(LEAF), spec_table), _WALKED + "make flatten unflatten entry-str init"),
+    "Rules.match": (lambda: through_rules(hostile_tree(LEAF)), "shape hash eq lt str namedtuple"),
+    "match siblings": (lambda: match(siblings_tree(LEAF), spec_table, patterns=REGULAR), "shape make"),
+    "match keystr": (lambda: match(registered_tree(LEAF), spec_table, KEYSTR), "shape repr flatten entry-str"),
+    "match hidden": (
+        lambda: match([registered_tree(LEAF), {"value": LEAF}], spec_table, NNX), "shape flatten unflatten entry-str"),
+    "match unique": (lambda: match(hostile_tree(LEAF), spec_table, KERAS), "shape hash str"),
+    "shardings": (lambda: match(hostile_tree(ODD_LEAF), corrected_table), _WALKED + "make getitem"),
+    "shardings by shape": (
+        lambda: match(hostile_tree(ODD_LEAF), sharding_table), _WALKED + "make dtype dtype-hash dtype-eq size-hash"),
+    "survey": (lambda: survey(registered_tree(ODD_LEAF)), _WALKED + "dtype dtype-hash dtype-eq size-hash"),
+    "count": (lambda: count(hostile_tree(LEAF)), "shape hash str search accepts"),
+    "searches": (searches, "accepts search"),
+    "templates": (lambda: lambda: templates(["a/1", "a/2/é", "b\0"] * 3), ""),
+}  # fmt: skip
 
 
 def references() -> list[int]:
@@ -447,7 +362,7 @@ def references() -> list[int]:
 
 def fail_allocations(name: str) -> str:
     """Each allocation of Python's in turn, first with all that follow it, then alone."""
-    use = CASES[name]()
+    use = CASES[name][0]()
     expected, before = repr(use()), references()
     for start in itertools.count(1):
         if fails(use, expected, start, 0) is None:

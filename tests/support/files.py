@@ -1,7 +1,5 @@
 """What the tests of files share: the error that a file gets, and safetensors files made by hand."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

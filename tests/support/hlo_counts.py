@@ -4,8 +4,6 @@ It knows the forms of the recorded texts alone, and stops at what it does not kn
 independent reading to compare a reader with.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

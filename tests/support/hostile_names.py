@@ -1,7 +1,5 @@
 """Names from anybody, and what may reach a terminal of a text that has them."""
 
-from __future__ import annotations
-
 import re
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Bytes of single leaves of a plan, in the order of its paths."""
 
-from __future__ import annotations
-
 import shardrules as sr
 
 

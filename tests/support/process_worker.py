@@ -1,10 +1,8 @@
 """One of several JAX processes on loopback, as tests/place/test_processes.py starts them.
 
-GPT-2 with EasyDeL's rules is placed on a mesh over all processes, stepped, laid out anew and
-gathered; then the processes disagree on purpose. What was found goes to a JSON file.
+A small model is placed on a mesh over all processes, stepped, laid out anew and gathered; then the processes
+disagree on purpose. What was found goes to a JSON file.
 """
-
-from __future__ import annotations
 
 import argparse
 import functools
@@ -25,30 +23,30 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._place import processes as coordination
-from tests.support import corpus
 
-RULES = "easydel__gpt2-GPT2Config-v0.2.0"
+RULES = [("embedding", P(("fsdp", "sp"), "tp")), ("kernel", P("fsdp", ("sp", "tp"))), ("bias", P("tp")), (".*", P())]
 TOKENS = 32
 VOCABULARY = 3141
 
 
 def make_state():
-    """GPT-2 with one layer, each dimension a sixteenth; its vocabulary of 3141 divides nowhere.
+    """A model whose vocabulary divides nowhere, and beside it leaves of each kind.
 
     The values are small integers: sums of their products are exact in float32, in whatever order
     and on however many devices they are added. So the same bits are a fair demand.
     """
     rng = np.random.default_rng(11)
-    every = corpus.manifest("flax-gpt2")
-    kept = [p for p in every.parameters if "/h/" not in p.name or "/h/0/" in p.name]
-    params = every._replace(parameters=tuple(kept)).nested(
-        lambda p: rng.integers(-2, 3, [dim // 16 for dim in p.shape]).astype("float32")
-    )
-    first = params["transformer"]["h"]["0"]
-    first["ln_1"] = jax.tree.map(jnp.asarray, first["ln_1"])
-    first["mlp"]["c_fc"]["kernel"] = jnp.asarray(first["mlp"]["c_fc"]["kernel"], "bfloat16")
+
+    def integers(*shape):
+        return rng.integers(-2, 3, shape).astype("float32")
+
     return {
-        "params": params,
+        "params": {
+            "embedding": integers(VOCABULARY, 48),
+            "scale": jnp.asarray(integers(64)),
+            "up": {"kernel": jnp.asarray(integers(64, 96), "bfloat16"), "bias": integers(96)},
+            "down": {"kernel": integers(96, 48)},
+        },
         "step": 3,
         "rate": 0.5,
         "weak": jnp.full((8, 2), 2.0),
@@ -68,20 +66,12 @@ small.defvjp(lambda x: (small(x), None), lambda _, g: (small(g),))
 
 
 def forward(params, tokens, constrain):
-    model = params["transformer"]
-    x = model["wte"]["embedding"][tokens] + model["wpe"]["embedding"][:TOKENS]
-    x = constrain(x, P("fsdp", "tp"))
-    for layer in model["h"].values():
-        y = x * layer["ln_1"]["scale"] + layer["ln_1"]["bias"]
-        qkv = y @ layer["attn"]["c_attn"]["kernel"].T + layer["attn"]["c_attn"]["bias"]
-        # Three do not divide by tp: that axis is left out.
-        qkv = constrain(small(qkv).reshape(TOKENS, 3, -1), P("fsdp", "tp", "sp"))
-        q, k, v = qkv[:, 0], qkv[:, 1], qkv[:, 2]
-        x = x + small(small(q @ k.T) @ v @ layer["attn"]["c_proj"]["kernel"].T)
-        h = small(x @ layer["mlp"]["c_fc"]["kernel"].T)
-        h = constrain(h, [("", P("fsdp", ("sp", "tp")))])
-        x = x + small(h @ layer["mlp"]["c_proj"]["kernel"].T)
-    return x @ model["wte"]["embedding"].T
+    x = constrain(params["embedding"][tokens], P("fsdp", "tp"))
+    # Three do not divide by tp: that axis is left out.
+    q, k, v = jnp.moveaxis(constrain(x.reshape(TOKENS, 3, -1), P("fsdp", "tp", "sp")), 1, 0)
+    y = jnp.concatenate([small(small(q @ k.T) @ v), x], 1) * params["scale"]
+    h = constrain(small(y @ params["up"]["kernel"] + params["up"]["bias"]), [("", P("fsdp", ("sp", "tp")))])
+    return (x + small(h @ params["down"]["kernel"])) @ params["embedding"].T
 
 
 def step(state, tokens, constrain):
@@ -92,7 +82,7 @@ def step(state, tokens, constrain):
     (_, logits), gradients = jax.value_and_grad(loss, has_aux=True)(state["params"])
     params = jax.tree.map(lambda p, g: p - small(g), state["params"], gradients)
     changed = {
-        "params": constrain(params, corpus.rules(RULES)),
+        "params": constrain(params, RULES),
         "step": state["step"] + 1,
         # float32 if numbers were placed as float32 rather than as numbers
         "rate": state["rate"] * jnp.bfloat16(3),
@@ -149,17 +139,16 @@ def check_parts(tree, shardings):
 
 
 def agree():
-    state, rules, mesh = make_state(), sr.Rules(corpus.rules(RULES)), make_mesh()
+    state, rules, mesh = make_state(), sr.Rules(RULES), make_mesh()
     shardings = sr.named_shardings(state, rules, mesh)
-    embedding = shardings["params"]["transformer"]["wte"]["embedding"]
-    assert embedding.spec == P(None, "tp")
+    assert shardings["params"]["embedding"].spec == P(None, "tp")
     with jax.set_mesh(mesh):
         placed = sr.shard(state, rules)
-        assert check_parts(placed, shardings) == 5
+        assert check_parts(placed, shardings) == 4
         stepped = jax.jit(step, static_argnums=2)(placed, sr.shard(tokens(), P("fsdp")), sr.with_sharding_constraint)
     gathered = sr.gather({**stepped, "placed": placed})
     assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(gathered["logits"]))
-    laid_out_anew(placed["params"]["transformer"], gathered["placed"]["params"]["transformer"], mesh)
+    laid_out_anew(placed["params"], gathered["placed"]["params"], mesh)
     return {"fingerprint": sr.plan(state, rules, mesh).fingerprint(), "digests": digests(gathered)}
 
 
@@ -170,13 +159,7 @@ def parts_in_memory(array):
 
 def laid_out_anew(model, wanted, mesh):
     """Arrays that are global already, to other specs and another order of the devices."""
-
-    def some(of):
-        return {"wte": of["wte"], "attn": of["h"]["0"]["attn"]}
-
-    model, wanted = some(model), some(wanted)
-    again = sr.shard(model, corpus.rules(RULES), mesh)
-    pairs = zip(jax.tree.leaves(again), jax.tree.leaves(model), strict=True)
+    pairs = zip(jax.tree.leaves(sr.shard(model, RULES, mesh)), jax.tree.leaves(model), strict=True)
     assert all(new is old for new, old in pairs)
     rules = [("embedding|kernel", P(("tp", "sp"), None)), ("", P("fsdp"))]
     for other in (mesh, make_mesh(("sp", "tp", "fsdp"), jax.devices()[::-1])):
@@ -192,12 +175,10 @@ def laid_out_anew(model, wanted, mesh):
     assert digests(sr.gather(given_up)) == digests(dict.fromkeys(tied, MATRIX))
     # Outside of jit, of arrays on this host and of global ones.
     host = np.arange(64.0, dtype="float32").reshape(8, 8)
-    kernel = model["attn"]["c_proj"]["kernel"]
-    tree = [host, jnp.asarray(host), kernel]
+    tree = [host, jnp.asarray(host), model["down"]["kernel"]]
     constrained = sr.with_sharding_constraint(tree, P("tp", "fsdp"), mesh)
     check_parts(constrained, [NamedSharding(mesh, P("tp", "fsdp"))] * 3)
-    wanted = [host, host, wanted["attn"]["c_proj"]["kernel"]]
-    assert digests(sr.gather(constrained)) == digests(wanted)
+    assert digests(sr.gather(constrained)) == digests([host, host, wanted["down"]["kernel"]])
 
 
 @jax.tree_util.register_pytree_node_class

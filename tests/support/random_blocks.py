@@ -3,8 +3,6 @@
 A block that is like an earlier one is copied by the core. What a leaf alone gets is never a copy.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

@@ -4,8 +4,6 @@ Grammar-directed, so nearly every pattern is valid; every operator that the auto
 occurs, and with `irregular`, those that it leaves to `re` too.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import warnings

@@ -1,7 +1,5 @@
 """Small random steps, whose spaces of choices can be searched by trying all."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Random rules and trees of arrays, for the functions of libraries and for ours."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

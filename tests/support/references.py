@@ -1,7 +1,5 @@
 """What the libraries' own functions do, restated plainly: the oracles of the dialects' tests."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Which libraries may be missing where: a skip for want of another hides what it should have tried."""
 
-from __future__ import annotations
-
 import re
 import sys
 

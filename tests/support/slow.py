@@ -1,7 +1,5 @@
 """What `make test` leaves to `make test-all`: parameters that take long, or that repeat what others show."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """Trees of every kind of pytree node, Python's, JAX's and other libraries'."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import OrderedDict, defaultdict, namedtuple
 from functools import cache

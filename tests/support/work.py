@@ -1,7 +1,5 @@
 """What a call costs, counted: the same number whatever else the machine does."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Values beside the leaves of a tree, by the walk of the core and by JAX."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Leaks, caught three ways: cycles are collectable, memory stays where it is, references balance."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

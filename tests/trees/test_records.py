@@ -1,7 +1,5 @@
 """Types that are read and rebuilt without their registered functions: nothing may show that."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import namedtuple
 from typing import Any, Generic, NamedTuple, TypeVar

@@ -1,7 +1,5 @@
 """Small dicts that come again: each gets what it would get alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax

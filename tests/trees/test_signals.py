@@ -1,7 +1,5 @@
 """Ctrl-C stops what takes long, at once, and what was stopped works again."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

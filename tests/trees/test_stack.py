@@ -4,8 +4,6 @@
 prints, for each walk, the depths that got an answer: a process of its own, because a fault is a crash.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """Every kind of pytree node: the result is what jax.tree_util.tree_map_with_path gives."""
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict, defaultdict
 

@@ -3,8 +3,6 @@
 An expected error is a `type: ignore` with its code: strict mypy reports one that is not needed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, assert_type
 
