@@ -234,7 +234,7 @@ def test_a_rename_that_does_not_fit(save, case):
     assert expected in str(info.value)
 
 
-@pytest.mark.parametrize("number", ["10000000", "999999999999", "9" * 5000])
+@pytest.mark.parametrize("number", ["10000000", "999999999999", "9" * 200])
 def test_a_number_of_an_expert_does_not_fill_the_memory(save, number):
     path = save({"e.0.w": numbers(4, 4), f"e.{number}.w": numbers(4, 4)})
     stacked = sr.Rename("e.{expert}.w", "w", "a b -> expert a b")

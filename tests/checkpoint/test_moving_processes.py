@@ -65,9 +65,9 @@ FAILURES = {
 DIFFERENCES = {
     "rules": "not the same in process 0 and process",
     "reshard": "processes make different calls",
-    "renames": "\n  the options: process 0 has strict=True, only=None, missing={}, renames=",
+    "renames": "\n  the options: process 0 has strict=True, only='', missing={}, renames=",
     "only": "\n  the options: process 0 has strict=True, only=",
-    "missing": "\n  the options: process 0 has strict=False, only=None, missing={'new': 'float64[] ",
+    "missing": "\n  the options: process 0 has strict=False, only='', missing={'new': 'float64[] ",
     "saved": "\n  renames: process 0 has ",
     "another model": "\n  the data of the files: process 0",
 }

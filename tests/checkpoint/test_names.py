@@ -29,6 +29,9 @@ PAIRS = {
     "model.decoder.w": ("model.{rest*}", "{rest*}", "decoder.w"),
     "x.{a}.w": ("x.{{a}}.{p}", "x/{p}/{{}}", "x/w/{}"),
     "a(b)+.w": ("a(b)+.{p}", "{p}", "w"),
+    "up_0": ("{part}_{i}", "{i}/{part}", "0/up"),
+    "y_z_0": ("{a:x|y|y_z}_{b:0|z_1}", "{a}/{b}", "y_z/0"),
+    "xa.b": ("x{rest*}", "{rest*}", "a.b"),
     "dimensional/x": ("dimensional/{p}", "{p}", "x"),
     "é.\n.w": ("{p}.\n.w", "{p}", "é"),
 }
@@ -82,28 +85,33 @@ def test_names_of_any_length_take_no_time():
     assert time.process_time() - start < 5
 
 
+@pytest.mark.parametrize("template", ["{a}_{b}", "{a}{b}", "{a:x|x_y}_{b:y_z|z}", "{a}_{b:y_z|z}"])
+def test_a_name_that_can_be_read_in_two_ways_is_an_error(save, tmp_path, template):  # noqa: F811
+    renames = [sr.Rename(template, "{a}/{b}")]
+    with pytest.raises(sr.FileError, match="x_y_z: .* can be read in it as {'a': '.*'}, and as {'a': 'x'"):
+        sr.load(save({"x_y_z": numbers(2)}), P(), mesh_of(), renames=renames)
+    with pytest.raises(ValueError, match="can be read in it as"):
+        sr.save({"x": {"y_z": numbers(2)}}, tmp_path / "m", renames=renames)
+
+
 WRONG = {
-    "a field of the path alone": (lambda: sr.Rename("h.{i}.w", "x/{layer}"),
-        "path 'x/{layer}' has {layer}, and the other side has {i}; write it there, too, or take apart"),
-    "a field of the name alone": (lambda: sr.Rename("h.{i}.w", "x"), "name 'h.{i}.w' has {i}, and the other side has none"),
-    "nothing between fields": (lambda: sr.Rename("{a}{b}", "{a}/{b}"), "nothing tells where {a} and {b} begin and end"),
-    "nothing tells between words": (lambda: sr.Rename("{a:x|x_y}_{b:z|y_z}", "{a}/{b}"), "nothing tells where {a} and {b} begin and end"),
-    "a word of two parts": (lambda: sr.Rename("{a:x|x.y}.{b}", "{a}/{b}"), "{a:x|x.y} has a word of several parts"),
+    "a field of the path alone": (lambda: sr.Rename("h.{i}.w", "x/{layer}"), "{layer} is in path 'x/{layer}' alone; write it on the other"),
+    "a field of the name alone": (lambda: sr.Rename("h.{i}.w", "x"), "{i} is in name 'h.{i}.w' alone"),
+    "a word of two parts": (lambda: sr.Rename("{a:x|x.y}.{b}", "{a}/{b}"), "{a:x|x.y} has a word twice, an empty one, or one with a sep"),
     "a field twice": (lambda: sr.Rename("{a}.{a}", "{a}"), "has {a} twice"),
     "an open brace": (lambda: sr.Rename("{a", "a"), "'{' is alone; write {{"),
     "no name of a field": (lambda: sr.Rename("{0}", "a"), "{0} is no field; write a name in braces"),
-    "words twice": (lambda: sr.Rename("{a:x|x}", "{a}"), "has a word twice, or an empty one"),
-    "words that are not as many": (lambda: sr.Rename("{a:x|y}", "{a:x|y|z}"), "{a} is not alike in name and path"),
-    "many on one side": (lambda: sr.Rename("{a*}.w", "{a}/w"), "{a} is not alike in name and path"),
+    "words twice": (lambda: sr.Rename("{a:x|x}", "{a}"), "has a word twice, an empty one"),
+    "an empty word": (lambda: sr.Rename("{a:x|}", "{a}"), "has a word twice, an empty one"),
+    "words that are not as many": (lambda: sr.Rename("{a:x|y}", "{a:x|y|z}"), "{a} is not alike in name and path: give as many words"),
+    "many on one side": (lambda: sr.Rename("{a*}.w", "{a}/w"), "{a} is not alike in name and path: give as many words, or a *"),
     "many and many": (lambda: sr.Rename("{a*}.{b*}", "{a*}/{b*}"), "has two fields with a *"),
-    "many, and not whole": (lambda: sr.Rename("x{a*}", "{a*}"), "a field with a * is of whole parts"),
-    "an empty word": (lambda: sr.Rename("{a:x|}", "{a}"), "has a word twice, or an empty one"),
-    "a field that stacks, in the path": (lambda: sr.Rename("{i}.w", "{i}/w", "a -> i a"), "{i} is in name and path, so"),
+    "a field that stacks, in the path": (lambda: sr.Rename("{i}.w", "{i}/w", "a -> i a"), "and dims cannot stack or take apart along it"),
     "no field to stack by": (lambda: sr.Rename("w", "w", "a -> layer a"), "the name needs a field {layer}"),
     "nothing says how often": (lambda: sr.Rename("x", "y", "a -> times a"), "to repeat along it, give its size in sizes"),
     "a stack inside": (lambda: sr.Rename("x{layer}", "y", "a -> (a layer)"), "so it must be the first of its dimension"),
     "apart inside": (lambda: sr.Rename("x", "{b:1|2}", "(a b) c -> a c"), "apart along 'b', so it must be the first of its dimension"),
-    "apart without a field": (lambda: sr.Rename("x", "y", "a b -> a"), "so the path needs {b}"),
+    "apart without a field": (lambda: sr.Rename("x", "y", "a b -> a"), "the path needs a field {b}"),
     "no arrow": (lambda: sr.Rename("x", "y", "out in"), "must have one '->'"),
     "an axis twice": (lambda: sr.Rename("x", "y", "a a -> a"), "has the axis 'a' twice"),
     "a misspelt axis": (lambda: sr.Rename("wq", "q", "out in -> in outt"), "did you mean 'out'"),

@@ -99,17 +99,10 @@ def test_an_init_of_another_shape_names_the_path(checkpoint):  # noqa: F811
                 missing={"value_head": np.ones(3)})  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("value", "dtype", "message"),
-    [
-        (1e6, "float16", "its values are from 1e"),
-        (300, "int8", "300, and the largest of int8 is 127"),
-        (3.7, "int8", "3.7, and the largest of int8 is 127"),
-    ],
-)
-def test_a_value_that_its_dtype_lacks(checkpoint, value, dtype, message):  # noqa: F811
+@pytest.mark.parametrize(("value", "dtype"), [(1e6, "float16"), (300, "int8"), (3.7, "int8")])
+def test_a_value_that_its_dtype_lacks(checkpoint, value, dtype):  # noqa: F811
     tree = tree_of(checkpoint, head=jax.ShapeDtypeStruct((4,), dtype))
-    with pytest.raises(ValueError, match=f"missing: the value of head: .*{message}"):
+    with pytest.raises(ValueError, match="missing: the value of head: a finite value would become"):
         sr.load(checkpoint, ALL, mesh_of(), tree=tree, missing={"head": value})
 
 

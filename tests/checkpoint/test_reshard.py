@@ -113,7 +113,7 @@ def test_one_array_under_two_paths_is_not_lost_when_donated(most, is_buffer):
 def test_a_finite_value_does_not_become_infinite(where, renames):
     array = np.full((8, 8), 1e6, "float32")
     tree = {"w": array if where == "host" else jax.device_put(array)}
-    with pytest.raises(ValueError, match="finite value would become inf|its values are from 1e"):
+    with pytest.raises(ValueError, match="finite value would become inf"):
         sr.reshard(tree, P("fsdp"), mesh_of(), dtype="float16", renames=renames)
     infinite = {"w": np.full((8, 8), np.inf, "float32")}
     moved = sr.reshard(infinite, P("fsdp"), mesh_of(), dtype="float16", renames=renames)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardrules._base.dtypes import is_inexact
 from shardrules._checkpoint.layouts import Form, Shape
 from shardrules._checkpoint.targets import Target
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-
-class LossError(ArithmeticError):
-    """Values that another dtype does not have."""
 
 
 @cache  # for each array of a model
@@ -36,42 +29,9 @@ def dtype_on_devices(dtype: str) -> np.dtype[Any]:
     return np.dtype(jax.dtypes.canonicalize_dtype(numpy_dtype(dtype)))
 
 
-def converted(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return the values in this dtype.
-
-    Raises:
-        LossError: A finite number would become infinite, or an integer another one.
-    """
-    if values.dtype == dtype:
-        return values
-    with np.errstate(over="ignore", invalid="ignore"):
-        result = values.astype(dtype)
-    limit = largest(dtype)
-    if not is_inexact(dtype):
-        if values.size and limit is not None and (result != values).any():
-            raise LossError(_lost(values, dtype))
-        return result
-    if not values.size or limit is None or (largest(values.dtype) or np.inf) <= limit:
-        return result
-    # Some finite values are rounded to the largest, and infinite ones stay what they are.
-    if bool((np.isfinite(values) & ~np.isfinite(result)).any()):
-        raise LossError(_lost(values[np.isfinite(values)], dtype))
-    return result
-
-
-def _lost(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> str:
-    if values.dtype.kind == "c":
-        values = np.abs(values)
-    first, last, limit = values.min(), values.max(), largest(dtype)
-    if is_inexact(values.dtype):
-        first, last = f"{float(first):.4g}", f"{float(last):.4g}"
-    end = f"{limit:.4g}" if is_inexact(dtype) else limit
-    return f"its values are from {first} to {last}, and the largest of {dtype.name} is {end}"
-
-
 @cache
-def largest(dtype: np.dtype[Any]) -> float | int | None:
-    """Return the largest value of numbers; None for flags and codes of less than a byte."""
+def _largest(dtype: np.dtype[Any]) -> float:
+    """Return the largest value of numbers; 0 for flags and codes of less than a byte."""
     import ml_dtypes
 
     if dtype.kind in "iu":
@@ -79,53 +39,54 @@ def largest(dtype: np.dtype[Any]) -> float | int | None:
     if dtype.kind == "c":
         dtype = np.dtype(f"f{dtype.itemsize // 2}")
     finfo: Any = ml_dtypes.finfo
-    return float(finfo(dtype).max) if is_inexact(dtype) else None
+    return float(finfo(dtype).max) if is_inexact(dtype) else 0
 
 
 def _narrows(before: Any, after: Any) -> bool:
-    """Say whether an array of one dtype may lose values in the other."""
+    """Return whether an array of one dtype may lose values in the other."""
     if jnp.issubdtype(before, jax.dtypes.extended):
         return False
     old, new = np.dtype(before), np.dtype(after)
     if old.kind in "iu" and new.kind in "iu":
         return not np.can_cast(old, new)
-    return (largest(new) or np.inf) < (largest(old) or 0)
+    return (_largest(new) or np.inf) < _largest(old)
 
 
-def with_loss(array: Any, dtype: Any) -> tuple[Any, Any]:
-    """Return (an array of devices in this dtype, whether a value got lost; None if none can)."""
-    if array.dtype == dtype:
-        return array, None
-    result = array.astype(dtype)
-    if not _narrows(array.dtype, dtype):
+def _with_loss(values: Any, dtype: Any) -> tuple[Any, Any]:
+    """Return numpy's or JAX's values in this dtype; and, as `cast`, whether one got lost."""
+    if values.dtype == dtype:
+        return values, None
+    xp: Any = jnp if isinstance(values, jax.Array) else np
+    with np.errstate(over="ignore", invalid="ignore"):
+        result = values.astype(dtype)
+    if not _narrows(values.dtype, dtype):
         return result, None
-    if jnp.issubdtype(dtype, jnp.integer):
-        return result, jnp.any(result.astype(array.dtype) != array)
-    return result, jnp.any(jnp.isfinite(array) & ~jnp.isfinite(result))
+    if np.dtype(dtype).kind in "iu":
+        return result, (result.astype(values.dtype) != values).any()
+    # Some finite values are rounded to the largest, and infinite ones stay what they are.
+    return result, (xp.isfinite(values) & ~xp.isfinite(result)).any()
 
 
 @lru_cache(maxsize=256)
 def _conversion(dtype: Any) -> Any:
-    return jax.jit(lambda array: with_loss(array, dtype))
+    return jax.jit(lambda array: _with_loss(array, dtype))
 
 
 def cast(array: Any, dtype: Any) -> tuple[Any, Any]:
-    """Return (the array in this dtype, whether a value got lost, on devices or None)."""
-    if array.dtype == dtype:
-        return array, None
-    if isinstance(array, jax.Array):
+    """Return (the array in this dtype, whether a finite value got lost; None if none can)."""
+    if isinstance(array, jax.Array) and array.dtype != dtype:
         return _conversion(np.dtype(dtype))(array)  # type: ignore[no-any-return]
-    return converted(np.asarray(array), np.dtype(dtype)), None
+    return _with_loss(array if isinstance(array, jax.Array) else np.asarray(array), dtype)
 
 
-def check_kept(losses: Mapping[str, Any]) -> None:
-    """Raise an error for the first path whose array has lost a value; None is none."""
-    for path, loss in losses.items():
-        if loss is not None and bool(np.asarray(loss.addressable_data(0))):
-            raise ValueError(
-                f"{path}: a finite value would become infinite, or an integer another one; give "
-                "the array a dtype that has them, alone with Rename(..., dtype=...)"
-            )
+def check_kept(path: str, loss: Any, error: type[ValueError] = ValueError) -> None:
+    """Raise an error if an array has lost a value."""
+    if loss is not None and np.asarray(getattr(loss, "addressable_data", lambda _: loss)(0)):
+        raise error(
+            f"{path}: a finite value would become infinite, or an integer another one; give the "
+            "array a dtype that has them, alone with Rename(..., dtype=...), or set "
+            "jax_enable_x64 for 64 bits"
+        )
 
 
 def spread_over(mesh: Any, shape: Shape) -> NamedSharding:
@@ -173,7 +134,10 @@ def _program(
             values = jnp.asarray(source)
             if form.region != form.shape:
                 values = jax.lax.dynamic_slice(values, list(start), form.region)
-            values, loss = with_loss(_cropped(form.arranged(jnp, values), shape, at), dtype)
+            values = form.arranged(jnp, values)
+            # Without what is beyond the end of the target.
+            values = values[tuple(slice(n - begin) for n, begin in zip(shape, at, strict=True))]
+            values, loss = _with_loss(values, dtype)
             losses += [] if loss is None else [loss]
             if values.shape == shape:
                 result = values
@@ -186,11 +150,6 @@ def _program(
     if sharding is None:
         return jax.jit(make)
     return jax.jit(make, out_shardings=(sharding, NamedSharding(sharding.mesh, PartitionSpec())))
-
-
-def _cropped(values: Any, shape: Shape, at: Shape) -> Any:
-    """Leave out what is beyond the end of the target."""
-    return values[tuple(slice(size - begin) for size, begin in zip(shape, at, strict=True))]
 
 
 def made_on_host(target: Target, arrays: Mapping[str, Any]) -> Any:

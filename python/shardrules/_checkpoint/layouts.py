@@ -69,8 +69,10 @@ def _only_in(groups: Groups, excluded: Groups) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=256)
-def arrangement(text: str) -> Arrangement:
-    """Parse the text of an arrangement. A `1` is a dimension of no axes."""
+def arrangement(text: str | None) -> Arrangement:
+    """Parse the text of an arrangement; None is of no dimensions. A `1` is one of no axes."""
+    if text is None:
+        return Arrangement((), ())
     sides = text.split("->")
     if len(sides) != 2:
         raise ValueError(f"dims {text!r} must have one '->', as in 'out in -> in out'")
@@ -168,20 +170,16 @@ def row_major(shape: Sequence[int]) -> Shape:
 
 
 def form_of(
-    dims: Arrangement, sizes: Mapping[str, int], apart: Mapping[str, Span], shape: Shape
+    dims: Arrangement, sizes: Mapping[str, int], spans: Sequence[Span], shape: Shape
 ) -> tuple[Form, Shape]:
     """Return the form of a part, and where its region begins in the array.
 
     Args:
         dims: The arrangement.
         sizes: The size of each axis that is in both arrays, or repeats.
-        apart: By axis that takes apart, where the part begins and ends in its dimension.
+        spans: Where the part begins and ends in each dimension of the array.
         shape: The array's shape.
     """
-    spans = [
-        apart.get(group[0] if group else "", (0, size))
-        for size, group in zip(shape, dims.source, strict=True)
-    ]
     of_source, of_target = (
         [tuple(axis for axis in group if axis in sizes) for group in groups] for groups in dims
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from shardrules._base.arguments import boolean, check_type, integer
@@ -18,6 +18,8 @@ _TOKEN: Final = re.compile(r"\{\{|\}\}|\{[^{}]*\}|[{}]|[^{}]+")
 _FIELD: Final = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:(?P<many>\*)|:(?P<words>.*))?", re.DOTALL)
 # A number of more digits is none of a layer or an expert.
 _MOST_DIGITS: Final = 9
+# Of texts of any length, those of several fields could take hours to be told apart.
+_MOST_TEXT: Final = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Rename:
     A field in braces stands for what differs: `{layer}` for a part of a name, or a piece of one,
     without `.` and `/`; `{part:gate|up}` for one of these words; `{rest*}` for one or more whole
     parts, which get the separators of the template in which they are written, if it has any.
-    `{{` is a brace.
+    `{{` is a brace. A name that can be read in two ways, as `a_b_c` by `{x}_{y}`, is an error.
 
     The first record whose template is the whole of a name counts. A name that none finds stays.
     One list serves `load` and `reshard`, and, backwards, `save`.
@@ -96,15 +98,17 @@ class Rename:
         for keyword, values in (("sizes", self.sizes), ("resize", self.resize)):
             checked = {axis: _checked_size(keyword, axis, size) for axis, size in values.items()}
             object.__setattr__(self, keyword, checked)
-        name = template("name", self.name)
+        name, dims = template("name", self.name), arrangement(self.dims)
         if self.path is None:
             if self.dims or self.sizes or self.dtype or self.resize:
                 raise ValueError("dims, sizes, dtype and resize are for records with a path")
             return
-        path = template("path", self.path)
-        dims = Arrangement((), ()) if self.dims is None else arrangement(self.dims)
-        _check_fields(self, name, path, dims)
-        _check_arrangement(self, name, path, dims)
+        _check_fields(self, name, template("path", self.path), dims)
+        _check_axes(self, name, template("path", self.path), dims)
+
+
+class MisfitError(Exception):
+    """Array that does not fit its record."""
 
 
 class Field(NamedTuple):
@@ -116,9 +120,17 @@ class Field(NamedTuple):
     is_many: bool
     """Whether it is whole parts."""
 
+    def regex(self, words: Sequence[str], lazy: str) -> str:
+        """Return the regex of its texts, where it has these words; as short as can be if lazy."""
+        if words:
+            in_order = sorted(words, key=len, reverse=not lazy)
+            return f"(?P<{self.name}>{'|'.join(map(re.escape, in_order))})"
+        many = f"[^./](?:.*{lazy}[^./])?{lazy}"
+        return f"(?P<{self.name}>{many if self.is_many else f'[^./]{{1,{_MOST_TEXT}}}{lazy}'})"
+
 
 class Template:
-    """A name with fields, which can be read in one way alone.
+    """A name with fields.
 
     Attributes:
         fields: Its fields by their names.
@@ -140,34 +152,19 @@ class Template:
                 raise ValueError(f"{keyword} {text!r} has {{{added.name}}} twice")
             self.fields[added.name] = added
             self._pieces.append(added)
+        if sum(each.is_many for each in self.fields.values()) > 1:
+            raise ValueError(f"{keyword} {text!r} has two fields with a *; one may have it")
         texts = "".join(piece for piece in self._pieces if isinstance(piece, str))
         self.separator = next((each for each in "/." if each in texts), "")
         self.start = self._pieces[0] if self._pieces and isinstance(self._pieces[0], str) else ""
-        self._check_parts(keyword, text)
 
-    def _check_parts(self, keyword: str, text: str) -> None:
-        """Check that the fields of each part are told apart, and that a `*` is whole parts."""
-        outline = "".join(
-            piece.replace("{", " ") if isinstance(piece, str) else f"{{{piece.name}}}"
+    def regex(self, words: Mapping[str, Sequence[str]], lazy: str = "") -> re.Pattern[str]:
+        """Return the regex of names, where fields have these words."""
+        pieces = (
+            re.escape(piece) if isinstance(piece, str) else piece.regex(words[piece.name], lazy)
             for piece in self._pieces
         )
-        for part in re.split("[./]", outline):
-            fields = [self.fields[name] for name in re.findall(r"\{(\w+)\}", part)]
-            free = [each.name for each in fields if not each.words]
-            if len(free) > 1 or (len(fields) > 1 and any(map(_overlap, fields))):
-                names = " and ".join(f"{{{each.name}}}" for each in fields)
-                raise ValueError(
-                    f"{keyword} {text!r}: nothing tells where {names} begin and end; give them "
-                    "words of which none begins or ends another, as in {part:gate|up}"
-                )
-            if any(each.is_many for each in fields) and not re.fullmatch(r"\{\w+\}", part):
-                raise ValueError(f"{keyword} {text!r}: a field with a * is of whole parts")
-        if sum(each.is_many for each in self.fields.values()) > 1:
-            raise ValueError(f"{keyword} {text!r} has two fields with a *; one may have it")
-
-    def regex(self, words: Mapping[str, tuple[str, ...]]) -> re.Pattern[str]:
-        """Return the regex of names, where fields without words of their own have these."""
-        return re.compile("".join(map(partial(_regex, words), self._pieces)), re.DOTALL)
+        return re.compile("".join(pieces), re.DOTALL)
 
     def filled(self, values: Mapping[str, str]) -> str:
         """Return the name with these texts in the fields."""
@@ -190,86 +187,60 @@ def _field(keyword: str, text: str, token: str) -> Field:
             "{part:gate|up} or {rest*}"
         )
     words = () if match["words"] is None else tuple(match["words"].split("|"))
-    if len({*words}) < len(words) or "" in words:
-        raise ValueError(f"{keyword} {text!r}: {token} has a word twice, or an empty one")
-    if any(set("./").intersection(word) for word in words):
-        raise ValueError(f"{keyword} {text!r}: {token} has a word of several parts; write Renames")
+    if len({*words}) < len(words) or "" in words or set("./").intersection("".join(words)):
+        raise ValueError(
+            f"{keyword} {text!r}: {token} has a word twice, an empty one, or one with a separator"
+        )
     return Field(match["name"], words, match["many"] is not None)
-
-
-def _overlap(field: Field) -> bool:
-    """Say whether a word begins or ends another."""
-    return any(
-        a != b and (b.startswith(a) or b.endswith(a)) for a in field.words for b in field.words
-    )
-
-
-def _regex(words: Mapping[str, tuple[str, ...]], piece: str | Field) -> str:
-    if isinstance(piece, str):
-        return re.escape(piece)
-    if choices := piece.words or words.get(piece.name):
-        return f"(?P<{piece.name}>{'|'.join(map(re.escape, choices))})"
-    any_text = r"[^./](?:.*[^./])?" if piece.is_many else "[^./]+"
-    return f"(?P<{piece.name}>{any_text})"
 
 
 def _check_fields(record: Rename, name: Template, path: Template, dims: Arrangement) -> None:
     """Check that each field is on both sides, or an axis that stacks or takes apart."""
-    for each, opposite, keyword, axes, what in (
+    for own, opposite, keyword, axes, example in (
         (path, name, "path", dims.unstacked, "take apart along it: dims='{} out in -> out in'"),
         (name, path, "name", dims.stacked, "stack along it: dims='out in -> {} out in'"),
     ):
-        for axis in each.fields.values():
-            mirror = opposite.fields.get(axis.name)
-            if mirror is None and axis.name not in axes:
-                there = ", ".join(f"{{{key}}}" for key in opposite.fields) or "none"
+        for piece in own.fields.values():
+            mirror = opposite.fields.get(piece.name)
+            if mirror is None and piece.name not in axes:
                 raise ValueError(
-                    f"{keyword} {getattr(record, keyword)!r} has {{{axis.name}}}, and the other "
-                    f"side has {there}; write it there, too, or {what.format(axis.name)}"
+                    f"{{{piece.name}}} is in {keyword} {getattr(record, keyword)!r} alone; write "
+                    f"it on the other side, too, or {example.format(piece.name)}"
                 )
-            if mirror is not None and axis.name in axes:
-                raise ValueError(
-                    f"{{{axis.name}}} is in name and path, so dims {record.dims!r} cannot "
-                    "stack or take apart along it"
-                )
-            if mirror is None and axis.is_many:
-                raise ValueError(f"{{{axis.name}*}} must be in name and path")
             if mirror is not None and (
-                axis.is_many != mirror.is_many
-                or (axis.words and mirror.words and len(axis.words) != len(mirror.words))
+                piece.name in axes
+                or piece.is_many != mirror.is_many
+                or (piece.words and mirror.words and len(piece.words) != len(mirror.words))
             ):
                 raise ValueError(
-                    f"{{{axis.name}}} is not alike in name and path: give as many words, or a "
-                    "* on both sides"
+                    f"{{{piece.name}}} is not alike in name and path: give as many words, or a * "
+                    "on both sides; and dims cannot stack or take apart along it"
                 )
 
 
-def _check_arrangement(record: Rename, name: Template, path: Template, dims: Arrangement) -> None:
+def _check_axes(record: Rename, name: Template, path: Template, dims: Arrangement) -> None:
+    """Check that each axis is on both sides, or a field, or has a size."""
     if record.dims is None and (record.sizes or record.resize):
         raise ValueError("sizes and resize are for the axes of dims: give dims, too")
-    for axis in dims.stacked:
-        if axis not in name.fields and not isinstance(record.sizes.get(axis), int):
-            near = nearest(axis, (*dims.unstacked, *name.fields), SLIP)
-            meant = f"; did you mean {near!r}?" if near else ""
-            raise ValueError(
-                f"dims {record.dims!r} stacks along {axis!r}, for which the name needs a field "
-                f"{{{axis}}}{meant}; to repeat along it, give its size in sizes"
-            )
-    alone = {*name.fields}.intersection(dims.stacked).union(dims.unstacked)
+    said = f"dims {record.dims!r}"
+    repeated = {axis for axis in dims.stacked if isinstance(record.sizes.get(axis), int)}
+    for axes, keyword, side in ((dims.stacked, "name", name), (dims.unstacked, "path", path)):
+        for axis in axes:
+            if axis not in side.fields and axis not in repeated:
+                near = nearest(axis, (*dims.unstacked, *name.fields), SLIP)
+                meant = f"; did you mean {near!r}?" if near else ""
+                raise ValueError(
+                    f"{said} has {axis!r} on one side alone, for which the {keyword} needs a "
+                    f"field {{{axis}}}{meant}; to repeat along it, give its size in sizes"
+                )
+    alone = {*dims.stacked, *dims.unstacked} - (repeated - name.fields.keys())
     for group in (*dims.source, *dims.target):
         if inner := alone.intersection(group[1:]):
             raise ValueError(
-                f"dims {record.dims!r} stacks or takes apart along {min(inner)!r}, so it must be "
-                "the first of its dimension; what else there is, do in a jit of your own"
+                f"{said} stacks or takes apart along {min(inner)!r}, so it must be the first of "
+                "its dimension; what else there is, do in a jit of your own"
             )
-    for axis in dims.unstacked:
-        if axis not in path.fields:
-            raise ValueError(
-                f"dims {record.dims!r} takes arrays apart along {axis!r}, so the path needs "
-                f"{{{axis}}}; it is {record.path!r}"
-            )
-    axes = {axis for groups in dims for group in groups for axis in group}
-    if unknown := record.sizes.keys() - axes:
+    if unknown := record.sizes.keys() - {axis for side in dims for group in side for axis in group}:
         raise ValueError(f"sizes has {min(unknown)!r}, which is no axis of {record.dims!r}")
     for axis, size in record.resize.items():
         if (axis,) not in dims.target or axis in dims.stacked or not isinstance(size, int):
@@ -290,8 +261,9 @@ class DirectedRename:
 
     Attributes:
         rename: The Rename.
-        dims: The arrangement in this direction; None if dimensions stay as they are.
+        dims: The arrangement in this direction; of no dimensions if they stay as they are.
         is_back: Whether it leads from the tree to the checkpoint.
+        text: The template of what it finds.
         stacked: The axes along which arrays are stacked.
         apart: The axes along which an array is taken apart.
         regions: By shape, into which regions arrays of it are taken apart.
@@ -302,19 +274,18 @@ class DirectedRename:
         self.regions: dict[Any, Any] = {}
         name = template("name", rename.name)
         path = name if rename.path is None else template("path", rename.path)
-        self._found, self._made = (path, name) if is_back else (name, path)
+        self._found, self._made = found, made = (path, name) if is_back else (name, path)
         self.text = (rename.path or "") if is_back else rename.name
         self._words = {
-            key: (self._found.fields[key].words or made_field.words, made_field.words)
-            for key, made_field in self._made.fields.items()
-            if key in self._found.fields
+            key: field.words or (made.fields[key].words if key in made.fields else ())
+            for key, field in found.fields.items()
         }
-        both = {key: source_words for key, (source_words, _) in self._words.items() if source_words}
-        self._search = self._found.regex(both).fullmatch
-        dims = None if rename.dims is None else arrangement(rename.dims)
-        self.dims = Arrangement(*dims[::-1]) if dims is not None and is_back else dims
-        self.stacked = tuple(key for key in self._found.fields if key not in self._made.fields)
-        self.apart = tuple(key for key in self._made.fields if key not in self._found.fields)
+        self._search = found.regex(self._words).fullmatch
+        self._search_lazily = found.regex(self._words, "?").fullmatch
+        dims = arrangement(rename.dims)
+        self.dims = Arrangement(*dims[::-1]) if is_back else dims
+        self.stacked = tuple(key for key in found.fields if key not in made.fields)
+        self.apart = tuple(key for key in made.fields if key not in found.fields)
 
     def values(self, name: str) -> dict[str, str] | None:
         """Return the texts of the fields; None for a name that it does not find."""
@@ -323,40 +294,49 @@ class DirectedRename:
         match = self._search(name)
         return None if match is None else match.groupdict()
 
+    def check_clear(self, name: str, values: Mapping[str, str]) -> None:
+        """Check that the name can be read in one way: fields as long, or as short, as can be."""
+        match = self._search_lazily(name)
+        if match is not None and match.groupdict() != values:
+            raise MisfitError(
+                f"{self.text!r} can be read in it as {dict(values)}, and as {match.groupdict()}; "
+                "give words of a field, as in {part:gate|up}"
+            )
+
     def words(self, axis: str) -> tuple[str, ...]:
         """Return the words of an axis along which it stacks, or takes apart."""
         fields = self._found.fields if axis in self._found.fields else self._made.fields
         return fields[axis].words
 
-    def position(self, axis: str, word: str) -> int | None:
-        """Return the index of an array along an axis that stacks; None for a word that is none."""
+    def positions(self, values: Mapping[str, str]) -> dict[str, int]:
+        """Return, by axis that stacks, the index of the array with these texts."""
+        return {axis: self._position(axis, values[axis]) for axis in self.stacked}
+
+    def _position(self, axis: str, word: str) -> int:
         if words := self.words(axis):
             return words.index(word)
-        is_number = word.isascii() and word.isdecimal() and len(word) <= _MOST_DIGITS
         # Backwards, 07 would be 7.
-        return int(word) if is_number and word == str(int(word)) else None
+        if word.isascii() and re.fullmatch(r"0|[1-9]\d*", word) and len(word) <= _MOST_DIGITS:
+            return int(word)
+        raise MisfitError(
+            f"{word!r} is no number along {axis!r}; give the words in their order, as in "
+            f"{{{axis}:a|b}}"
+        )
 
     def path(self, values: Mapping[str, str], part: Mapping[str, int]) -> str:
         """Return the name that is made, for a part along axes that take apart."""
         texts = {}
-        for key, each in self._made.fields.items():
+        for key, piece in self._made.fields.items():
             if key in part:
-                texts[key] = each.words[part[key]] if each.words else str(part[key])
+                texts[key] = piece.words[part[key]] if piece.words else str(part[key])
                 continue
             text = values[key]
-            words, others = self._words[key]
-            if others and words != others:
-                text = others[words.index(text)]
-            if each.is_many and self._made.separator:
+            if piece.words:
+                text = piece.words[self._words[key].index(text)]
+            if piece.is_many and self._made.separator:
                 text = re.sub("[./]", self._made.separator, text)
             texts[key] = text
         return self._made.filled(texts)
-
-    def lost_separator(self, values: Mapping[str, str]) -> str:
-        """Return the separator of which nothing tells what it was in the name; "" if none."""
-        placed = "" if self._made.separator or not self.is_back else self._found.separator
-        many = [values[key] for key, each in self._made.fields.items() if each.is_many]
-        return placed if placed and any(placed in text for text in many) else ""
 
 
 def forwards(renames: Sequence[Rename]) -> list[DirectedRename]:
@@ -376,8 +356,8 @@ def _loss(rename: Rename) -> str:
     """Say why a record cannot go back; "" if it can."""
     if rename.path is None:
         return "" if rename.optional else "it leaves arrays out; give optional=True to do without"
-    dims = Arrangement((), ()) if rename.dims is None else arrangement(rename.dims)
-    name = template("name", rename.name)
+    dims = arrangement(rename.dims)
+    name, path = template("name", rename.name), template("path", rename.path)
     repeated = [axis for axis in dims.stacked if axis not in name.fields]
     joined = [
         axis
@@ -385,11 +365,14 @@ def _loss(rename: Rename) -> str:
         for axis in group[1:]
         if group[0] in name.fields and group[0] in dims.stacked and axis not in rename.sizes
     ]
+    is_unclear = path.separator and not name.separator
     checks = {
         "resize does not tell the old size": rename.resize,
         f"it repeats along {', '.join(repeated)}": repeated,
         f"dtype {rename.dtype} may have rounded; leave dtype out": rename.dtype
         not in (None, "float32", "float64"),
         f"its parts may be of several sizes; give sizes of {', '.join(joined)}": joined,
+        f"the name does not tell what {path.separator!r} stands for; write it there, as in "
+        "'{first}.{rest*}'": is_unclear and any(each.is_many for each in path.fields.values()),
     }
     return next((reason for reason, holds in checks.items() if holds), "")

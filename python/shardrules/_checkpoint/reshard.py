@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from shardrules._base.arguments import as_tuple, boolean, byte_size, check_items
 from shardrules._base.dtypes import bits_of, given_float, is_plain_float
 from shardrules._base.mistakes import in_order
-from shardrules._checkpoint.conversion import LossError, cast, check_kept, made_of, numpy_dtype
+from shardrules._checkpoint.conversion import cast, check_kept, made_of, numpy_dtype
 from shardrules._checkpoint.names import A_RENAME, Rename, forwards
 from shardrules._checkpoint.targets import Problems, Target
 from shardrules._checkpoint.trees import checked_sharding, matched, scales_in, shapes_and_dtypes
@@ -119,15 +119,11 @@ def reshard(
     donated = Donated(sources if gives_up else ())
     batches = list(in_batches(moves, most, lambda i: moves[i].bytes))
     for batch in batches:
-        cast_arrays, losses = [], {}
-        for i in batch:
-            try:
-                array, losses[leaf_path(abstract, i)] = moves[i].make()
-            except LossError as error:
-                raise ValueError(f"{leaf_path(abstract, i)}: {error}") from None
-            cast_arrays.append(array)
-        check_kept(losses)
-        arrays = put(cast_arrays, [moves[i].sharding for i in batch])
+        made = [moves[i].make() for i in batch]
+        for i, (_, loss) in zip(batch, made, strict=True):
+            if loss is not None:
+                check_kept(leaf_path(abstract, i), loss)
+        arrays = put([array for array, _ in made], [moves[i].sharding for i in batch])
         if gives_up or len(batches) > 1:
             jax.block_until_ready(arrays)
         for i, array in zip(batch, arrays, strict=True):

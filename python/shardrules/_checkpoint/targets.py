@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
@@ -12,15 +12,8 @@ from typing import Final, NamedTuple
 from shardrules._base.dtypes import converts
 from shardrules._base.io import FileError
 from shardrules._base.text import counted, near_shown
-from shardrules._checkpoint.layouts import (
-    Arrangement,
-    Form,
-    Groups,
-    Shape,
-    form_of,
-    plain_form,
-)
-from shardrules._checkpoint.names import DirectedRename
+from shardrules._checkpoint.layouts import Form, Shape, Span, form_of, plain_form
+from shardrules._checkpoint.names import DirectedRename, MisfitError
 from shardrules._plan.files.leaves import ArraySpec
 from shardrules._plan.fold import fold_paths
 
@@ -96,10 +89,6 @@ class Targets(NamedTuple):
     """The names that no record finds; they are paths, too."""
 
 
-class _MisfitError(Exception):
-    """Problem of one array."""
-
-
 class _Region(NamedTuple):
     """Part of an array."""
 
@@ -119,11 +108,6 @@ class _Found(NamedTuple):
     stacked: Mapping[str, int]
     """By axis that stacks, the index among the stacked arrays."""
 
-    @property
-    def groups(self) -> Groups:
-        """Return the dimensions of the target with their axes, if its record tells them."""
-        return () if self.record is None or self.record.dims is None else self.record.dims.target
-
 
 def targets_of(
     arrays: Mapping[str, ArraySpec],
@@ -131,7 +115,7 @@ def targets_of(
     problems: Problems,
     forward: Sequence[DirectedRename] = (),
 ) -> Targets:
-    """Return the arrays of the tree.
+    """Return the arrays of the tree; raise an error with all problems, if there are any.
 
     Args:
         arrays: The arrays of the checkpoint.
@@ -140,29 +124,30 @@ def targets_of(
         forward: In the direction from the tree: what the renames do in the other.
     """
     if not records:
+        problems.raise_all()
         plain = {name: plain_target(name, array) for name, array in arrays.items()}
         return Targets(plain, [], list(arrays))
-    parts_by_path, unfound, finding = _found_parts(arrays, records, problems, forward)
+    parts_by_path, unfound = _found_parts(arrays, records, problems, forward)
     targets, doubles = {}, []
     for path, parts in parts_by_path.items():
         # An array of the path's own goes before what is shared.
-        unshared = [part for part in parts if part.record is None or not part.record.rename.shared]
+        shared = [part for part in parts if part.record is not None and part.record.rename.shared]
+        unshared = [part for part in parts if part not in shared] if shared else parts
         try:
-            targets[path] = _joined_target(unshared or parts, arrays)
-            if unshared and len(unshared) < len(parts):
-                shared = [part for part in parts if part not in unshared]
+            targets[path] = _joined_target(unshared or shared, arrays)
+            if unshared and shared:
                 doubles.append((path, _joined_target(shared, arrays)))
-        except _MisfitError as error:
+        except MisfitError as error:
             problems.add(str(error), path)
     for record in records:
-        if record.rename.optional or id(record) in finding or _finds(record, arrays):
-            continue
-        problems.add(
-            "this Rename finds no array; correct its name, with {layer} for what differs in it, "
-            "or give optional=True if some models have such arrays and others have not",
-            record.text,
-            [*arrays],
-        )
+        if not record.rename.optional and all(record.values(name) is None for name in arrays):
+            problems.add(
+                "this Rename finds no array; correct its name, with {layer} for what differs in "
+                "it, or give optional=True if some models have such arrays and others have not",
+                record.text,
+                [*arrays],
+            )
+    problems.raise_all()
     return Targets(targets, doubles, unfound)
 
 
@@ -171,30 +156,25 @@ def _found_parts(
     records: Sequence[DirectedRename],
     problems: Problems,
     forward: Sequence[DirectedRename],
-) -> tuple[dict[str, list[_Found]], list[str], set[int]]:
-    """Return (the parts of each path, the names left, the ids of records that find a name)."""
+) -> tuple[dict[str, list[_Found]], list[str]]:
+    """Return (the parts of each path, the names that no record finds)."""
     parts_by_path: dict[str, list[_Found]] = defaultdict(list)
-    finding: set[int] = set()
     unfound = []
     for name, array in arrays.items():
-        matches = list(_matches(name, records))
-        finding |= {id(record) for record, _ in matches}
-        has_own = bool(matches) and not matches[-1][0].rename.shared
-        if has_own and matches[-1][0].is_back:
-            # A leaf that has a record of its own is no copy of another.
-            matches = matches[-1:]
-        if not has_own and not (matches and matches[-1][0].is_back):
-            unfound.append(name)
-            parts_by_path[name].append(_Found(name, None, *_as_it_is(array.shape), {}))
-        for record, values in matches:
+        for record, values in _records_for(name, records):
+            if record is None:
+                unfound.append(name)
+                parts_by_path[name].append(_Found(name, None, *_as_it_is(array.shape), {}))
+                continue
             try:
+                record.check_clear(name, values)
                 for path, part in _parts_of_array(name, array.shape, record, values):
-                    if record.is_back:
+                    if record.is_back and not record.rename.shared:
                         _check_back(record, values, name, path, forward)
                     parts_by_path[path].append(part)
-            except _MisfitError as error:
+            except MisfitError as error:
                 problems.add(str(error), name)
-    return parts_by_path, unfound, finding
+    return parts_by_path, unfound
 
 
 def plain_target(name: str, array: ArraySpec) -> Target:
@@ -208,20 +188,20 @@ def _as_it_is(shape: Shape) -> tuple[Form, Shape]:
     return plain_form(shape), (0,) * len(shape)
 
 
-def _matches(
+def _records_for(
     name: str, records: Sequence[DirectedRename]
-) -> Iterator[tuple[DirectedRename, dict[str, str]]]:
-    """Yield the records that count for a name: those that share it, and the first other one."""
+) -> list[tuple[DirectedRename | None, dict[str, str]]]:
+    """Return the records for a name: those that share it, and the first other one, or None.
+
+    On the way back, a leaf that has a record of its own is no copy of another.
+    """
+    found: list[tuple[DirectedRename | None, dict[str, str]]] = []
     for record in records:
-        values = record.values(name)
-        if values is not None:
-            yield record, values
+        if (values := record.values(name)) is not None:
             if not record.rename.shared:
-                return
-
-
-def _finds(record: DirectedRename, names: Iterable[str]) -> bool:
-    return any(record.values(name) is not None for name in names)
+                return [*(() if record.is_back else found), (record, values)]
+            found.append((record, values))
+    return found if found and records[0].is_back else [*found, (None, {})]
 
 
 def _parts_of_array(
@@ -230,8 +210,12 @@ def _parts_of_array(
     """Yield (path, part) for each part of the array; nothing if it is left out."""
     if record.rename.path is None:
         return
-    stacked = {axis: _position(record, axis, values[axis]) for axis in record.stacked}
-    for region in _regions(record, shape, stacked):
+    stacked = record.positions(values)
+    is_even = all(isinstance(size, int) for size in record.rename.sizes.values())
+    key = shape, () if is_even else tuple(stacked.values())
+    if key not in record.regions:
+        record.regions[key] = list(_regions(record, shape, stacked))
+    for region in record.regions[key]:
         part = _Found(name, record, region.form, region.starts, stacked)
         yield record.path(values, region.which), part
 
@@ -244,199 +228,160 @@ def _check_back(
     forward: Sequence[DirectedRename],
 ) -> None:
     """Check that what goes back to a name would come to the same path again."""
-    if separator := record.lost_separator(values):
-        raise _MisfitError(
-            f"the name in {record.rename!r} does not tell what {separator!r} stands for; write it "
-            "there, as in '{first}.{rest*}'"
-        )
-    finds = ((each, each.values(name)) for each in forward if not each.rename.shared)
-    again, texts = next((each for each in finds if each[1] is not None), (None, None))
-    if record.rename.shared or again is None or texts is None:
+    for again in forward:
+        texts = None if again.rename.shared else again.values(name)
+        if texts is not None:
+            again.check_clear(name, texts)
+            part = record.positions(values)
+            if again.rename is not record.rename or again.path(texts, part) != path:
+                raise MisfitError(
+                    f"it would become {name!r}, which {again.rename!r} does not turn into this "
+                    "path again"
+                )
+            return
+
+
+def _regions(record: DirectedRename, shape: Shape, stacked: Mapping[str, int]) -> Iterator[_Region]:
+    """Yield the regions of an array, one for each array that it is taken apart into."""
+    dims = record.dims
+    if record.rename.dims is None:
+        yield _Region({}, *_as_it_is(shape))
         return
-    part = {axis: _position(record, axis, values[axis]) for axis in record.stacked}
-    if again.rename is not record.rename or again.path(texts, part) != path:
-        raise _MisfitError(
-            f"it would become {name!r}, which {again.rename!r} does not turn into this path again"
-        )
-
-
-def _position(record: DirectedRename, axis: str, word: str) -> int:
-    """Return the index of the array among those that are stacked along the axis."""
-    position = record.position(axis, word)
-    if position is None:
-        raise _MisfitError(
-            f"{word!r} is no number along {axis!r}; give the words in their order, as in "
-            f"{{{axis}:a|b}}"
-        )
-    return position
-
-
-def _regions(record: DirectedRename, shape: Shape, stacked: Mapping[str, int]) -> Sequence[_Region]:
-    """Return the regions of an array, one for each array that it is taken apart into."""
-    if record.dims is None:
-        return (_Region({}, *_as_it_is(shape)),)
-    is_even = all(isinstance(size, int) for size in record.rename.sizes.values())
-    key = shape, () if is_even else tuple(stacked.values())
-    if key not in record.regions:
-        record.regions[key] = list(_made_regions(record, record.dims, shape, stacked))
-    return record.regions[key]  # type: ignore[no-any-return]
-
-
-def _made_regions(
-    record: DirectedRename, dims: Arrangement, shape: Shape, stacked: Mapping[str, int]
-) -> Iterator[_Region]:
     if len(dims.source) != len(shape):
-        raise _MisfitError(
+        raise MisfitError(
             f"its shape is {list(shape)}, and the rename that finds it has "
             f"dims={record.rename.dims!r}; put another rename before it"
         )
-    counts = {axis: _count(record, axis, dims, shape) for axis in record.apart}
-    if prod(counts.values()) > _MOST_PARTS:
-        raise _MisfitError(
-            f"it would be taken apart into {prod(counts.values()):,} arrays; at most "
-            f"{_MOST_PARTS:,} are made"
+    repeated = _said_sizes(record, [axis for axis in dims.stacked if axis not in stacked], {})
+    rows = list(zip(dims.source, shape, strict=True))
+    counts = [_count(record, group, size) for group, size in rows]
+    if prod(counts) > _MOST_PARTS:
+        raise MisfitError(
+            f"it would be taken apart into {prod(counts):,} arrays; at most {_MOST_PARTS:,} are "
+            "made"
         )
-    for numbers in product(*map(range, counts.values())):
-        index = dict(zip(counts, numbers, strict=True))
-        positions = {**stacked, **index}
-        sizes: dict[str, int] = {}
-        for group in (*dims.target, *dims.source):
-            sizes |= _own_sizes(record, group, positions)
-        spans = {}
-        for size, group in zip(shape, dims.source, strict=True):
-            span = _measured(record, (size, group), sizes, counts, positions)
-            if group and group[0] in counts:
-                spans[group[0]] = span
-        yield _Region(index, *form_of(dims, sizes, spans, shape))
+    cuts = [_cuts(record, *row, n, stacked) for row, n in zip(rows, counts, strict=True)]
+    for chosen in product(*cuts):
+        which = {axis: i for cut in chosen for axis, i in cut.which.items()}
+        sizes = {axis: size for cut in chosen for axis, size in cut.sizes.items()}
+        spans = [cut.span for cut in chosen]
+        yield _Region(which, *form_of(dims, repeated | sizes, spans, shape))
 
 
-def _own_sizes(
-    record: DirectedRename, group: Sequence[str], positions: Mapping[str, int]
+class _Cut(NamedTuple):
+    """Part of a dimension."""
+
+    which: dict[str, int]
+    """Which one it is along the axis that takes the dimension apart."""
+    sizes: dict[str, int]
+    """Of the other axes of the dimension."""
+    span: Span
+
+
+def _cuts(
+    record: DirectedRename, group: Sequence[str], size: int, count: int, stacked: Mapping[str, int]
+) -> list[_Cut]:
+    """Return the parts of a dimension: one, or one for each array that it is taken apart into."""
+    apart = [axis for axis in group[:1] if axis in record.apart]
+    inner = group[len(apart) :]
+    which = [dict.fromkeys(apart, i) for i in range(count)]
+    known = [_said_sizes(record, inner, {**stacked, **each}) for each in which]
+    unknown = [axis for axis in inner if axis not in known[0]] if known else []
+    if len(unknown) > 1:
+        raise MisfitError(f"its rename needs the sizes of all but one of {', '.join(group)}")
+    ends = [*accumulate((prod(sizes.values()) for sizes in known), initial=0)]
+    rest = size // ends[-1] if unknown else 1
+    if ends[-1] * rest != size:
+        of_axes = {**record.rename.sizes, **dict.fromkeys(apart, count)}
+        factors = [f"{axis}={of_axes[axis]}" if axis in of_axes else axis for axis in group]
+        raise MisfitError(
+            f"its dimension of {counted(size, 'element')} is not one of "
+            f"{' x '.join(factors) or '1'}"
+        )
+    return [
+        _Cut(index, sizes | dict.fromkeys(unknown, rest), (begin * rest, end * rest))
+        for index, sizes, begin, end in zip(which, known, ends, ends[1:], strict=False)
+    ]
+
+
+def _said_sizes(
+    record: DirectedRename, axes: Sequence[str], positions: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the sizes of a dimension's axes that the rename says, of the parts at these places."""
-    position = next((positions[axis] for axis in group if axis in positions), -1)
+    """Return the sizes of axes that the rename says, of the part at these positions."""
     sizes = {}
-    for axis in group:
+    for axis in axes:
         size = record.rename.sizes.get(axis)
         if isinstance(size, tuple):
-            size = size[position] if 0 <= position < len(size) else None
-        if size is not None and axis not in positions:
+            groups = (
+                group for group in (*record.dims.source, *record.dims.target) if axis in group
+            )
+            at = next((positions[by] for group in groups for by in group if by in positions), -1)
+            if at >= len(size):
+                raise MisfitError(f"it has a part {at}, and its rename has sizes of {len(size)}")
+            size = size[at] if at >= 0 else None
+        if size is not None:
             sizes[axis] = size
     return sizes
 
 
-def _measured(
-    record: DirectedRename,
-    dimension: tuple[int, Sequence[str]],
-    sizes: dict[str, int],
-    counts: Mapping[str, int],
-    positions: Mapping[str, int],
-) -> tuple[int, int]:
-    """Return where a region begins and ends in a dimension.
-
-    The size of the axis that is not known is added to the sizes.
-
-    Args:
-        record: The record.
-        dimension: Its size and its axes.
-        sizes: Of axes, as far as they are known.
-        counts: Of parts along axes that take apart.
-        positions: Which part it is along these, and along axes that stack.
-    """
-    size, group = dimension
-    axis = group[0] if group and group[0] in counts else ""
-    inner, at = [each for each in group if each != axis], positions.get(axis, 0)
-
-    def width(i: int) -> int:
-        of_part = sizes | _own_sizes(record, group, {**positions, axis: i})
-        return prod(of_part.get(each, 1) for each in inner)
-
-    ends: Sequence[int]
-    if any(isinstance(record.rename.sizes.get(each), tuple) for each in inner):
-        ends = [0, *accumulate(map(width, range(counts.get(axis, 1))))]
-    else:  # there may be very many parts
-        ends = range(0, counts.get(axis, 1) * width(at) + 1, width(at))
-    unknown = [each for each in inner if each not in sizes]
-    if len(unknown) > 1:
-        raise _MisfitError(f"its rename needs the sizes of all but one of {', '.join(group)}")
-    rest = size // ends[-1] if unknown and ends[-1] else 1
-    if ends[-1] * rest != size:
-        of_axes = {**record.rename.sizes, **counts}
-        factors = [f"{each}={of_axes[each]}" if each in of_axes else each for each in group]
-        product_shown = " x ".join(factors) or "1"
-        raise _MisfitError(
-            f"its dimension of {counted(size, 'element')} is not one of {product_shown}"
-        )
-    sizes |= dict.fromkeys(unknown, rest)
-    return (ends[at] * rest, ends[at + 1] * rest) if axis else (0, size)
-
-
-def _count(record: DirectedRename, axis: str, dims: Arrangement, shape: Shape) -> int:
-    """Count the parts along an axis that takes the array apart."""
-    size, group = next(row for row in zip(shape, dims.source, strict=True) if axis in row[1])
-    if words := record.words(axis):
+def _count(record: DirectedRename, group: Sequence[str], size: int) -> int:
+    """Count the parts along a dimension."""
+    if not group or group[0] not in record.apart:
+        return 1
+    if words := record.words(group[0]):
         return len(words)
-    given_sizes = [record.rename.sizes.get(each) for each in group]
-    if isinstance(count := record.rename.sizes.get(axis), int):
+    count, *inner = (record.rename.sizes.get(axis) for axis in group)
+    if isinstance(count, int):
         return count
-    several = next((len(each) for each in given_sizes if isinstance(each, tuple)), None)
-    if several is not None:
-        return several
-    others = [each for each in given_sizes if isinstance(each, int)]
-    if len(others) < len(group) - 1:
-        raise _MisfitError(f"its rename needs words for {{{axis}}}, its size, or all others'")
+    if several := [len(each) for each in inner if isinstance(each, tuple)]:
+        return several[0]
+    others = [each for each in inner if isinstance(each, int)]
+    if len(others) < len(inner):
+        raise MisfitError(f"its rename needs words for {{{group[0]}}}, its size, or all others'")
     return size // prod(others)
 
 
 def _joined_target(members: Sequence[_Found], arrays: Mapping[str, ArraySpec]) -> Target:
     """Put the parts of a target together."""
-    first = members[0]
-    axes = _stacking_axes(first)
+    record = members[0].record
+    axes = _stacking_axes(members[0])
     if any(_stacking_axes(part) != axes for part in members):
-        raise _MisfitError("renames with different dims make it; only one can stack arrays")
+        raise MisfitError("renames with different dims make it; only one can stack arrays")
     dtypes = sorted({_dtype_of_part(part, arrays) for part in members})
     if len(dtypes) > 1:
-        raise _MisfitError(f"its parts have the dtypes {', '.join(dtypes)}; give one in dtype")
+        raise MisfitError(f"its parts have the dtypes {', '.join(dtypes)}; give one in dtype")
     if len({tuple(part.stacked.values()) for part in members}) < len(members):
         names = ", ".join(repr(part.name) for part in members[:3])
-        raise _MisfitError(f"several arrays would become it: {names}; rename or leave out one")
-    starts = {dim: _stack_starts(dim, axis, members) for dim, axis in axes.items()}
-    count = prod(len(starts_of_dim) - 1 for starts_of_dim in starts.values())
-    if len(members) < count:
-        raise _MisfitError(
+        raise MisfitError(f"several arrays would become it: {names}; rename or leave out one")
+    ends = {dim: _stack_ends(dim, axis, members) for dim, axis in axes.items()}
+    if len(members) < (count := prod(len(each) - 1 for each in ends.values())):
+        raise MisfitError(
             f"it stacks {counted(count, 'array')}, and the checkpoint has {len(members):,}; is it "
             "whole?"
         )
-    shapes = {
-        tuple(starts[i][-1] if i in starts else n for i, n in enumerate(part.form.target))
-        for part in members
-    }
-    if len(shapes) > 1:
-        raise _MisfitError(f"its parts have different shapes: {sorted(map(list, shapes))}")
-    (filled,) = shapes
+    filled = [ends[dim][-1] if dim in ends else n for dim, n in enumerate(members[0].form.target)]
+    parts = []
+    for part in members:
+        box = [
+            ends[dim][(i := part.stacked[axes[dim]]) : i + 2] if dim in axes else (0, size)
+            for dim, size in enumerate(filled)
+        ]
+        if part.form.target != tuple(end - begin for begin, end in box):
+            shapes = sorted({part.form.target for part in members})
+            raise MisfitError(f"its parts have different shapes: {list(map(list, shapes))}")
+        parts.append(Part(part.name, part.form, part.starts, tuple(begin for begin, _ in box)))
     shape = list(filled)
-    for axis, size in first.record.rename.resize.items() if first.record else ():
-        shape[first.groups.index((axis,))] = size
-    parts = tuple(
-        Part(
-            part.name,
-            part.form,
-            part.starts,
-            tuple(
-                starts[dim][part.stacked[axes[dim]]] if dim in axes else 0
-                for dim in range(len(shape))
-            ),
-        )
-        for part in members
-    )
-    has_own = first.record is not None and first.record.rename.dtype is not None
-    return Target(tuple(shape), dtypes[0], parts, has_own, tuple(shape) != filled)
+    if record is not None:
+        for axis, size in record.rename.resize.items():
+            shape[record.dims.target.index((axis,))] = size
+    has_own = record is not None and record.rename.dtype is not None
+    return Target(tuple(shape), dtypes[0], tuple(parts), has_own, shape != filled)
 
 
 def _stacking_axes(part: _Found) -> dict[int, str]:
     """Return the dimensions of the target along which it is stacked, with their axes."""
-    firsts = enumerate(group[0] if group else "" for group in part.groups)
-    return {dim: axis for dim, axis in firsts if axis in part.stacked}
+    groups = part.record.dims.target if part.record else ()
+    return {dim: group[0] for dim, group in enumerate(groups) if {*group[:1]} & {*part.stacked}}
 
 
 def _dtype_of_part(part: _Found, arrays: Mapping[str, ArraySpec]) -> str:
@@ -446,27 +391,22 @@ def _dtype_of_part(part: _Found, arrays: Mapping[str, ArraySpec]) -> str:
         return dtype
     goal: str = part.record.rename.dtype
     if not converts(dtype, goal):
-        raise _MisfitError(
+        raise MisfitError(
             f"{part.name!r} is {dtype}, and its Rename has dtype={goal!r}, to which it cannot be "
             "converted; quantise with a library that makes scales"
         )
     return goal
 
 
-def _stack_starts(dim: int, axis: str, members: Sequence[_Found]) -> list[int]:
+def _stack_ends(dim: int, axis: str, members: Sequence[_Found]) -> list[int]:
     """Return where each stacked array begins in a dimension of the target; and the end."""
-    sizes: dict[int, int] = {}
-    for part in members:
-        size = part.form.target[dim]
-        if sizes.setdefault(part.stacked[axis], size) != size:
-            raise _MisfitError(f"its parts have different sizes along {axis!r}")
-    record = members[0].record
-    words = () if record is None else record.words(axis)
-    count = len(words) or max(sizes) + 1
-    if len(sizes) < count:
-        first = next(i for i in range(count) if i not in sizes)
-        raise _MisfitError(
-            f"it is stacked along {axis!r}, and {words[first] if words else first} is missing; is "
-            f"the checkpoint whole? Write numbers that do not begin with 0 as {{{axis}:1|2}}"
+    assert members[0].record is not None
+    sizes = {part.stacked[axis]: part.form.target[dim] for part in members}
+    words = members[0].record.words(axis) or range(max(sizes) + 1)
+    missing = next((word for i, word in enumerate(words) if i not in sizes), None)
+    if missing is not None:
+        raise MisfitError(
+            f"it is stacked along {axis!r}, and {missing} is missing; is the checkpoint whole? "
+            f"Write numbers that do not begin with 0 as {{{axis}:1|2}}"
         )
-    return [0, *accumulate(sizes[i] for i in range(count))]
+    return [0, *accumulate(sizes[i] for i in range(len(words)))]

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from shardrules._base.arguments import boolean, check_type
 from shardrules._base.dtypes import BITS, converts, given_name, is_plain_float, key_dtype
 from shardrules._base.text import counted, shown
-from shardrules._checkpoint.conversion import LossError, converted, numpy_dtype
+from shardrules._checkpoint.conversion import cast, check_kept, dtype_on_devices
 from shardrules._checkpoint.layouts import Shape
 from shardrules._checkpoint.names import DirectedRename
 from shardrules._checkpoint.targets import Problems, Target, targets_of
@@ -49,13 +49,11 @@ class Selection:
         self.strict = boolean("strict", strict)
         check_type("only", only, str | re.Pattern | None, "a regex, or None")
         try:
-            self._only = None if only is None else re.compile(only)
+            self._only = re.compile("" if only is None else only)
         except re.error as error:
             raise ValueError(f"only: {only!r} is not a regex: {error}") from None
-        self._missing = {}
-        if missing is not None:
-            values = zip(leaf_paths(missing), tree_util.tree_leaves(missing), strict=True)
-            self._missing = {_with_slashes(path): value for path, value in values}
+        paths = [_with_slashes(path) for path in leaf_paths(missing)]
+        self._missing = dict(zip(paths, tree_util.tree_leaves(missing), strict=True))
         for path, value in self._missing.items():
             if not callable(value) and not isinstance(value, _VALUES):
                 raise TypeError(
@@ -67,35 +65,33 @@ class Selection:
 
     def options(self) -> str:
         """Return what several processes compare."""
-        only = None if self._only is None else self._only.pattern
         missing = {path: _identity(value) for path, value in self._missing.items()}
-        return f"strict={self.strict}, only={only!r}, missing={missing}"
+        return f"strict={self.strict}, only={self._only.pattern!r}, missing={missing}"
 
     def wants(self, path: str) -> bool:
-        """Say whether the array at this path is loaded."""
-        return self._only is None or self._only.search(path) is not None
+        """Return whether the array at this path is loaded."""
+        return self._only.search(path) is not None
 
     def makes(self, path: str) -> bool:
-        """Say whether a leaf that the checkpoint lacks is made; it is noted then."""
-        at = next((at for at in _prefixes(_with_slashes(path)) if at in self._missing), None)
+        """Return whether a leaf that the checkpoint lacks is made; it is noted then."""
+        at = next((at for at in _prefixes(path) if at in self._missing), None)
         if at is not None:
             self.made[path] = self._missing[at]
         return at is not None
 
     def leaves_out(self, name: str) -> bool:
-        """Say whether an array that the tree does not have is left out; it is noted then."""
+        """Return whether an array that the tree does not have is left out; it is noted then."""
         if not self.strict:
             self.left_out.append(name)
         return not self.strict or not self.wants(name)
 
     def check(self, paths: Sequence[str], problems: Problems) -> None:
         """Note what finds none of the paths."""
-        if self._only is not None and not any(map(self._only.search, paths)):
+        if paths and not any(map(self.wants, paths)):
             problems.add("only finds no such path; correct the pattern", self._only.pattern)
-        there = {at for path in paths if self._missing for at in _prefixes(_with_slashes(path))}
-        for path in self._missing:
-            if path not in there:
-                problems.add("missing: the tree has no such path", path, paths)
+        there = {at for path in paths if self._missing for at in _prefixes(path)}
+        for path in self._missing.keys() - there:
+            problems.add("missing: the tree has no such path", path, paths)
 
     def tell(self, name: str) -> None:
         """Log what is left out and what is made."""
@@ -110,6 +106,7 @@ _VALUES: Final = (int, float, complex, np.ndarray, np.generic, jax.Array)
 
 def _prefixes(path: str) -> Iterator[str]:
     """Yield the path and those of the nodes above it."""
+    path = _with_slashes(path)
     while path:
         yield path
         path = path.rpartition("/")[0]
@@ -126,16 +123,21 @@ def _identity(value: Any) -> str:
 
 def initial(path: str, value: Any, spec: Any, sharding: NamedSharding) -> Any:
     """Make a leaf on its devices."""
-    try:
-        if callable(value):
-            return _init_program(value, spec.shape, spec.dtype, sharding)()
-        array = np.asarray(value)
-        if array.ndim and array.shape != spec.shape:
-            raise LossError(_other_shape(array.shape, spec.shape))
-        array = np.broadcast_to(converted(array, np.dtype(spec.dtype)), spec.shape)
-        return jax.make_array_from_callback(spec.shape, sharding, array.__getitem__)
-    except LossError as error:
-        raise ValueError(f"missing: the value of {path}: {error}") from None
+    if callable(value):
+        shape = jax.eval_shape(lambda: jax.numpy.asarray(value(spec.shape, spec.dtype))).shape
+    else:
+        shape = np.shape(value)
+    if shape != spec.shape and (shape or callable(value)):
+        raise ValueError(
+            f"missing: the value of {path}: its shape is {list(shape)}; the tree wants "
+            f"{list(spec.shape)}"
+        )
+    if callable(value):
+        return _init_program(value, spec.shape, spec.dtype, sharding)()
+    array, loss = cast(np.asarray(value), np.dtype(spec.dtype))
+    check_kept(f"missing: the value of {path}", loss)
+    array = np.broadcast_to(array, spec.shape)
+    return jax.make_array_from_callback(spec.shape, sharding, array.__getitem__)
 
 
 @lru_cache(maxsize=256)
@@ -143,16 +145,9 @@ def _init_program(
     init: Callable[..., Any], shape: Shape, dtype: Any, sharding: NamedSharding
 ) -> Callable[[], Any]:
     def make() -> Any:
-        values = jax.numpy.asarray(init(shape, dtype))
-        if values.shape != shape:
-            raise LossError(_other_shape(values.shape, shape))
-        return values.astype(dtype)
+        return jax.numpy.asarray(init(shape, dtype)).astype(dtype)
 
     return jax.jit(make, out_shardings=sharding)
-
-
-def _other_shape(shape: Shape, expected: Shape) -> str:
-    return f"its shape is {list(shape)}; the tree wants {list(expected)}"
 
 
 def matched(
@@ -169,21 +164,16 @@ def matched(
     A leaf has no target if it is not loaded, or made as it is missing.
     """
     selection = selection or Selection()
+    paths = leaf_paths(tree)
+    check_distinct(paths, "a leaf finds its array by its path")
+    tree_specs = shapes_and_dtypes(tree, paths)
+    targets = targets_of(arrays, records, problems).by_path
+    selection.check(list(targets) if tree is None else paths, problems)
     if tree is None:
-        targets = targets_of(arrays, records, problems).by_path
-        selection.check(list(targets), problems)
-        problems.raise_all()
-        targets = {path: target for path, target in targets.items() if selection.wants(path)}
-        tree = _tree_of(targets)
+        tree = _tree_of({path: each for path, each in targets.items() if selection.wants(path)})
         paths = leaf_paths(tree)
         tree_specs = [(targets[path].shape, targets[path].dtype) for path in paths]
-    else:
-        paths = leaf_paths(tree)
-        check_distinct(paths, "a leaf finds its array by its path")
-        tree_specs = shapes_and_dtypes(tree, paths)
-        targets = targets_of(arrays, records, problems).by_path
-        selection.check(paths, problems)
-        targets = _in_tree(targets, paths, tree_specs, problems, selection)
+    targets = _in_tree(targets, paths, tree_specs, problems, selection)
     problems.raise_all()
     in_order = [targets.get(path) for path in paths]
     if dtype is not None:
@@ -199,14 +189,15 @@ def _converted(
 ) -> list[_ShapeAndDtype]:
     """Give weights this dtype, unless a record has one for them."""
     scales = scales_in({name: array.dtype for name, array in arrays.items()})
-    return [
-        (shape, target.dtype)
-        if target is not None and target.has_own_dtype
-        else (shape, before)
-        if not is_plain_float(before) or (target is not None and target.parts[0].source in scales)
-        else (shape, dtype)
-        for (shape, before), target in zip(tree_specs, targets, strict=True)
-    ]
+    specs = []
+    for (shape, before), target in zip(tree_specs, targets, strict=True):
+        if target is not None and target.has_own_dtype:
+            specs.append((shape, target.dtype))
+        elif is_plain_float(before) and not (target and target.parts[0].source in scales):
+            specs.append((shape, dtype))
+        else:
+            specs.append((shape, before))
+    return specs
 
 
 def scales_in(dtypes: Mapping[str, str]) -> set[str]:
@@ -225,13 +216,8 @@ def scales_in(dtypes: Mapping[str, str]) -> set[str]:
 
 
 def _bare(path: str) -> str:
-    """Return the path with slashes alone, and without the `value` of a box."""
-    return _with_slashes(path).removesuffix("/value")
-
-
-def _of_named_array(path: str) -> str:
-    """Return the path without the place of a haliax array in its NamedArray."""
-    return _bare(path).removesuffix("/0")
+    """Return the path with slashes alone, and without the `value` of a box, or haliax's `0`."""
+    return _with_slashes(path).removesuffix("/value").removesuffix("/0")
 
 
 def _with_slashes(path: str) -> str:
@@ -248,13 +234,14 @@ def _tree_of(targets: Mapping[str, Target]) -> dict[str, Any]:
 
 def shapes_and_dtypes(tree: Any, paths: list[str]) -> list[_ShapeAndDtype]:
     return [
-        (tuple(np.shape(leaf)), given_name(f"tree: the dtype of {path}", _dtype_of(leaf)))
+        (
+            tuple(np.shape(leaf)),
+            given_name(
+                f"tree: the dtype of {path}", getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
+            ),
+        )
         for path, leaf in zip(paths, tree_util.tree_leaves(tree), strict=True)
     ]
-
-
-def _dtype_of(leaf: Any) -> Any:
-    return getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
 
 
 def _in_tree(
@@ -266,7 +253,7 @@ def _in_tree(
 ) -> dict[str, Target]:
     """Return the targets by the tree's paths; note what is missing, left over, or differs."""
     names = list(targets)
-    rows = match_rows(paths, names, _with_slashes, _bare, _of_named_array)
+    rows = match_rows(paths, names, _with_slashes, _bare)
     taken = set(rows)
     unused = [name for row, name in enumerate(names) if row not in taken]
     aligned: dict[str, Target] = {}
@@ -313,16 +300,12 @@ def _fits(source: str, target: str) -> bool:
 
 def _abstract(tree: Any, tree_specs: list[_ShapeAndDtype]) -> Any:
     """Return the tree with ShapeDtypeStructs of the dtypes that arrays get on devices."""
-
-    def of_leaf(shape: Shape, name: str) -> Any:
-        dtype = key_dtype(name)
-        if dtype is None:
-            dtype = jax.dtypes.canonicalize_dtype(numpy_dtype(name))
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    structs = {spec: of_leaf(*spec) for spec in set(tree_specs)}
-    treedef = jax.tree_util.tree_structure(tree)
-    return jax.tree_util.tree_unflatten(treedef, [structs[spec] for spec in tree_specs])
+    structs = {
+        (shape, name): jax.ShapeDtypeStruct(shape, key_dtype(name) or dtype_on_devices(name))
+        for shape, name in set(tree_specs)
+    }
+    treedef: Any = tree_util.tree_structure(tree)
+    return treedef.unflatten(map(structs.__getitem__, tree_specs))
 
 
 def checked_sharding(path: str, sharding: Any) -> Any:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from shardrules._base.dtypes import bits_of
 from shardrules._base.io import FileError
 from shardrules._base.text import bytes_shown
-from shardrules._checkpoint.conversion import LossError, converted, numpy_dtype
+from shardrules._checkpoint.conversion import cast, check_kept, numpy_dtype
 from shardrules._checkpoint.files import GAP, Ranges, Reader
 from shardrules._checkpoint.layouts import (
     Block,
@@ -50,8 +50,6 @@ _SHARE: Final = 4
 # Bytes: shorter runs are read with what is between them, if that is not many times as much.
 _SHORT: Final = 512
 _MOST_BETWEEN: Final = 4
-# Of more parts, those in a box are looked up.
-_FEW: Final = 8
 
 _T = TypeVar("_T")
 
@@ -111,7 +109,7 @@ def _is_read_in_place(job: Job, box: Box, arrays: Mapping[str, ArraySpec]) -> bo
 
 def _blocks(target: Target, box: Box) -> Iterator[tuple[Part, Block, Box]]:
     """Yield (part, what is read of it, the box of the target that it fills) for a box."""
-    for part in _parts_near(target, box):
+    for part in target.parts:
         inside = tuple(
             (max(begin - at, 0), min(end - at, size))
             for (begin, end), at, size in zip(box, part.at, part.form.target, strict=True)
@@ -121,22 +119,6 @@ def _blocks(target: Target, box: Box) -> Iterator[tuple[Part, Block, Box]]:
                 (begin + at, end + at) for (begin, end), at in zip(inside, part.at, strict=True)
             )
             yield part, block_of(part.form, inside), filled
-
-
-def _parts_near(target: Target, box: Box) -> Sequence[Part]:
-    """Return the parts that may have something in a box."""
-    parts = target.parts
-    if len(parts) <= _FEW or not target.shape:
-        return parts
-    begins, ends = _bounds(parts)
-    low, high = np.array(box).reshape(-1, 2).T
-    return [parts[i] for i in np.flatnonzero(((begins < high) & (low < ends)).all(1)).tolist()]
-
-
-@lru_cache(maxsize=64)
-def _bounds(parts: tuple[Part, ...]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    begins = np.array([part.at for part in parts])
-    return begins, begins + np.array([part.form.target for part in parts])
 
 
 class _Packed(NamedTuple):
@@ -329,13 +311,9 @@ def _assembled(
 
 
 def _as_job_dtype(job: Job, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    try:
-        return converted(values, job.dtype)
-    except LossError as error:
-        raise FileError(
-            f"{job.path}: {error}; give the array a dtype that has them, alone with "
-            "Rename(..., dtype=...), or set jax_enable_x64 for 64 bits"
-        ) from None
+    result, loss = cast(values, job.dtype)
+    check_kept(job.path, loss, FileError)
+    return result  # type: ignore[no-any-return]
 
 
 def _units(
