@@ -13,11 +13,11 @@ from shardrules._plan.roles import roles_of
 from tests.support import corpus
 
 
-def roles(tree, heads=None):
+def roles(tree, head_dim=None):
     """{folded path: roles of its dimensions}."""
     plan = sr.plan(tree, [(".*", ())], {"tp": 2})
     shapes = [kind.shape or () for kind in plan.kinds]
-    found = roles_of(plan.folded, shapes, heads)
+    found = roles_of(plan.folded, shapes, head_dim)
     return {folded.pattern: of for folded, of in zip(plan.folded, found, strict=True)}
 
 
@@ -44,7 +44,7 @@ def test_each_example_has_a_word_of_its_row(words):
     assert words.are_in(*components)
     assert any(map(words.is_name, components)) or words in (
         path_words.NORM, path_words.VECTOR, path_words.LOOKUP, path_words.NO_LOOKUP,
-        path_words.EXPERTS, path_words.NO_EXPERTS, path_words.NO_STACK, path_words.IN_ATTENTION,
+        path_words.EXPERTS, path_words.NO_EXPERTS, path_words.IN_ATTENTION,
     )  # fmt: skip
 
 
@@ -102,77 +102,61 @@ def test_a_kernel_of_four_dimensions_without_the_width_is_not_known():
     assert found["mix/kernel"].sides == ("window",) * 4
 
 
-def test_names_of_square_kernels_tell_their_sides():
-    """They are [in, out] where nothing says otherwise, also without an array's name behind them."""
-    square = {"attn": dict.fromkeys(("wq", "wk", "wv", "wo"), (64, 64))}
-    found = roles(abstract({"layers": [square] * 2, "norm": (64,)}))
-    ends = {path.rpartition("/")[2]: of for path, of in found.items()}
-    assert ends["wq"].sides == ends["wk"].sides == ("residual", "hidden")
-    assert ends["wo"].sides == ("hidden", "residual")
-    assert all(dims.is_known for dims in ends.values())
+NORM = {"norm": {"scale": (64,)}}
+EMBED = {"embed": (512, 64)}
+EXPERT = {"up": {"kernel": (64, 256), "weight_scale_inv": (2, 4)}}
+NNX = {"up": {"kernel": {"value": (64, 256)}, "bias": {"value": (256,)}}, "norm": {"scale": {"value": (64,)}}}
+HEADS = {"q": (2048, 16, 128), "k": (2048, 4, 128), "v": (2048, 4, 128), "o": (16, 128, 2048)}
+STACK = {"up": (8, 64, 256), "down": (8, 256, 64), "bias": (8, 64)}
+FEW_HEADS = {"q": (64, 4, 16), "k": (64, 4, 16), "o": (4, 16, 64)}
+MLP = {"gate": {"kernel": (64, 256)}, "up": {"kernel": (64, 256)}, "down": {"kernel": (256, 64)}}
+MIXER = {"gate": (64, 256), "in_proj": (64, 2, 256), "out_proj": (256, 64), **NORM}
+# what, tree, some of its paths with their roles
+MADE = [
+    ("names of square kernels", {"layers": [{"attn": dict.fromkeys(("wq", "wk", "wv", "wo"), (64, 64))}] * 2, "norm": (64,)},
+     {"layers/{0,1}/attn/wq": "residual hidden", "layers/{0,1}/attn/wo": "hidden residual"}),
+    ("a head of known size is no width", {"attn": HEADS},
+     {"attn/q": "residual heads head", "attn/k": "residual heads head", "attn/o": "heads head residual"}),
+    ("experts of vectors", {"mlp": {"experts": {"gate_up": {"kernel": (8, 64, 256), "bias": (8, 256)}, "router": {"bias": (8,)}}}, **NORM},
+     {"mlp/experts/gate_up/bias": "experts vector", "mlp/experts/router/bias": "vector"}),
+    ("experts that are leaves", {"experts": [EXPERT] * 8, **NORM},
+     {"experts/{0..7}/up/kernel": "residual hidden", "experts/{0..7}/up/weight_scale_inv": "vector vector"}),
+    ("paths of nnx", {"layers": [NNX] * 3}, {"layers/{0..2}/up/kernel/value": "residual hidden"}),
+    ("a stack without a norm", {**EMBED, "decoder": {"layers": STACK}},
+     {"decoder/layers/up": "layers residual hidden", "decoder/layers/down": "layers hidden residual", "decoder/layers/bias": "layers vector"}),
+    ("a stack of another name with a norm", {**EMBED, "blk": {"down": (8, 256, 64), "up": (8, 64, 256), "norm": (8, 64)}},
+     {"blk/up": "layers residual hidden", "blk/down": "layers hidden residual", "blk/norm": "layers vector"}),
+]  # fmt: skip
 
 
-def test_a_head_of_known_size_is_no_residual_width():
-    """In attention without an MLP beside it, heads are as often there as the width."""
-    shapes = {"q": (2048, 16, 128), "k": (2048, 4, 128), "v": (2048, 4, 128), "o": (16, 128, 2048)}
-    found = roles(abstract({"attn": shapes}), dict.fromkeys(range(4), 128))
-    ends = {path.rpartition("/")[2]: of.sides for path, of in found.items()}
-    assert ends["q"] == ends["k"] == ends["v"] == ("residual", "heads", "head")
-    assert ends["o"] == ("heads", "head", "residual")
-
-
-def test_the_experts_of_vectors_are_a_dimension_too():
-    module = {"gate_up": {"kernel": (8, 64, 256), "bias": (8, 256)}, "router": {"bias": (8,)}}
-    found = sides(abstract({"mlp": {"experts": module}, "norm": {"scale": (64,)}}))
-    assert found["mlp/experts/gate_up/bias"] == "experts vector"
-    assert found["mlp/experts/router/bias"] == "vector"
-
-
-def test_experts_that_are_leaves_have_no_dimension_of_experts():
-    expert = {"up": {"kernel": (64, 256), "weight_scale_inv": (2, 4)}}
-    found = sides(abstract({"experts": [expert] * 8, "norm": {"scale": (64,)}}))
-    assert {*found.values()} == {"residual hidden", "vector vector", "vector"}
-
-
-def test_nnx_paths_have_roles():
-    layer = {"up": {"kernel": {"value": (64, 256)}, "bias": {"value": (256,)}}, "norm": {"scale": {"value": (64,)}}}  # fmt: skip
-    found = sides(abstract({"layers": [layer] * 3}))
-    assert found["layers/{0..2}/up/kernel/value"] == "residual hidden"
-
-
-LAYER = {"wq": (64, 4, 16), "wo": (4, 16, 64), "up": (64, 256), "down": (256, 64), "gain": (64,)}
-
-
-@pytest.mark.parametrize("layers", [4, 8])
-@pytest.mark.parametrize("name", ["layers", "l", "params", "blk"])
-def test_a_stack_is_told_by_its_shapes_whatever_it_is_called(name, layers):
-    # As many layers as heads are not taken for heads.
-    stack = {key: (layers, *shape) for key, shape in LAYER.items()}
-    found = sides(abstract({"embed": (512, 64), name: stack, "norm": (64,)}))
-    assert {key: found[f"{name}/{key}"] for key in LAYER} == {
-        "wq": "layers residual heads head",
-        "wo": "layers heads head residual",
-        "up": "layers residual hidden",
-        "down": "layers hidden residual",
-        "gain": "layers vector",
-    }
+@pytest.mark.parametrize(("tree", "expected"), [pytest.param(*row[1:], id=row[0]) for row in MADE])
+def test_the_roles_of_made_trees(tree, expected):
+    found = roles(abstract(tree), 128 if tree.get("attn") is HEADS else None)
+    assert {path: " ".join(found[path].sides) for path in expected} == expected
+    assert all(dims.is_known for dims in found.values())
 
 
 @pytest.mark.parametrize(
-    "block",
+    ("role", "tree"),
     [
-        {"self_attn": {"q": (8, 64, 16), "o": (8, 16, 64)}},  # heads first
-        {"convs": {"a": (3, 3, 64, 64), "b": (3, 3, 64, 128)}},
-        {"convs": {"a": (5, 64, 128), "b": (5, 128, 64)}},
-        {"qkv": {"x": (64, 4, 16), "y": (64, 2, 16)}},  # the width
-        {"experts": {"up": (8, 64, 256), "down": (8, 256, 64)}},
-        {"moe": {"router": (64, 8), "w": {"up": (8, 64, 256), "down": (8, 256, 64)}}},
-        {"mlp": {"gate": (64, 8), "w": {"up": (8, 64, 256), "down": (8, 256, 64)}}},
+        ("layers", {"self_attn": {"q": (8, 64, 16), "o": (8, 16, 64)}}),  # heads first
+        ("layers", {"convs": {"a": (3, 3, 64, 64), "b": (3, 3, 64, 128)}}),
+        ("layers", {"convs": {"a": (5, 64, 128), "b": (5, 128, 64)}}),
+        ("layers", {"qkv": {"x": (64, 4, 16), "y": (64, 2, 16)}}),  # the width
+        ("layers", {"experts": {"up": (8, 64, 256), "down": (8, 256, 64)}}),
+        ("layers", {"moe": {"router": (64, 8), "w": {"up": (8, 64, 256), "down": (8, 256, 64)}}}),
+        ("layers", {"attention": STACK}),  # not the name of a stack
+        ("layers", {"layers": {**STACK, "scale": (64,)}}),  # an array without the layers
+        ("layers", {"layers": {"up": (8, 64, 256), "down": (9, 256, 64)}}),
+        ("layers", {"layers": {"up": (64, 4, 16), "down": (64, 64)}}),  # the width
+        ("layers", {"layers": {"q": (8, 64), "o": (8, 32)}}),  # matrices
+        ("experts", {"layers": [{**MLP, **FEW_HEADS, **NORM}] * 2}),  # a gate of an MLP is no router
+        ("experts", {"layers": [MIXER] * 4}),
     ],
 )
-def test_arrays_that_begin_alike_are_not_always_a_stack(block):
-    found = sides(abstract({"embed": (512, 64), **block, "norm": (64,)}))
-    assert all("layers" not in of for of in found.values()), found
+def test_what_is_no_stack_and_no_experts(role, tree):
+    found = sides(abstract({**EMBED, **tree, "norm": (64,)}))
+    assert all(role not in of for of in found.values()), found
 
 
 def moe(router, *names):
@@ -193,14 +177,9 @@ def moe(router, *names):
 )
 @pytest.mark.parametrize("depth", [None, 4])
 def test_experts_are_as_many_as_their_router_has_outputs(block, depth):
-    attention = {"q": (64, 4, 16), "k": (64, 4, 16), "v": (64, 4, 16), "o": (4, 16, 64)}
-    layer = {**block, "attn": attention, "norm": {"scale": (64,)}}
-    if depth is None:
-        tree = {"layers": [layer] * 4}
-    else:
-        tree = {"layers": jax.tree.map(
-            lambda shape: (depth, *shape), layer, is_leaf=lambda x: isinstance(x, tuple)
-        )}  # fmt: skip
+    layer = {**block, "attn": {**FEW_HEADS, "v": (64, 4, 16)}, **NORM}
+    stacked = jax.tree.map(lambda shape: (depth, *shape), layer, is_leaf=lambda x: isinstance(x, tuple))
+    tree = {"layers": [layer] * 4 if depth is None else stacked}
     found = roles(abstract({"embed": (512, 64), **tree}))
     experts = {path: of for path, of in found.items() if "experts" in of.sides}
     names = {re.sub(r"\{.*\}", "", path.split("/")[-1]) for path in experts}
@@ -220,35 +199,3 @@ def test_as_many_heads_as_experts_are_heads():
     found = sides(abstract({"embed": (512, 64), "layers": [layer] * 4}))
     assert found["layers/{0..3}/wq"] == "heads residual head"
     assert found["layers/{0..3}/w2"] == "experts hidden residual"
-
-
-def test_a_gate_of_an_mlp_is_no_router():
-    mlp = {"gate": {"kernel": (64, 256)}, "up": {"kernel": (64, 256)}, "down": {"kernel": (256, 64)}}
-    heads = {"q": (64, 4, 16), "k": (64, 4, 16), "o": (4, 16, 64)}
-    assert not any(
-        "experts" in of for of in sides(abstract({"layers": [{**mlp, **heads, "norm": {"scale": (64,)}}] * 2})).values()
-    )
-
-
-def test_a_gate_beside_a_kernel_of_three_dimensions_is_no_router():
-    mixer = {"gate": (64, 256), "in_proj": (64, 2, 256), "out_proj": (256, 64), "norm": {"scale": (64,)}}
-    assert not any(
-        "experts" in of for of in sides(abstract({"layers": [mixer] * 4, "embed": {"embedding": (512, 64)}})).values()
-    )
-
-
-def test_a_stack_without_a_norm_is_told_by_its_name_and_size():
-    kernels = {"up": (8, 64, 256), "down": (8, 256, 64), "bias": (8, 64)}
-    found = sides(abstract({"embed": (512, 64), "decoder": {"layers": kernels}}))
-    assert found["decoder/layers/up"] == "layers residual hidden"
-    assert found["decoder/layers/down"] == "layers hidden residual"
-    assert found["decoder/layers/bias"] == "layers vector"
-    for other in (
-        {"attention": kernels},  # not the name of a stack
-        {"layers": {**kernels, "scale": (64,)}},  # an array without the layers
-        {"layers": {"up": (8, 64, 256), "down": (9, 256, 64)}},
-        {"layers": {"up": (64, 4, 16), "down": (64, 64)}},  # the width
-        {"layers": {"q": (8, 64), "o": (8, 32)}},  # matrices
-    ):
-        found = sides(abstract({"embed": (512, 64), **other}))
-        assert all("layers" not in of for of in found.values()), other

@@ -33,8 +33,9 @@ from shardrules._plan.fold import Folded, fold
 from shardrules._plan.kinds import Kind
 from shardrules._plan.leaves import first_rules
 from shardrules._plan.memory import DeviceBytes
-from shardrules._plan.path_words import Projection, is_gathered, projections
+from shardrules._plan.path_words import HEAD_NORM, is_gathered
 from shardrules._plan.resolve import links_of
+from shardrules._plan.roles import roles_of
 from shardrules._rules.resolver import axes_in
 
 
@@ -245,35 +246,39 @@ def cut_heads(context: CheckContext) -> Iterator[Finding]:
 
     The size of a head is `head_dim`, or that of the norm of single heads beside them.
     """
-    in_attention = projections(context.plan, context.head_dim)
-    if context.head_dim is not None and not in_attention:
+    folded, kinds = context.plan.folded, context.kinds
+    if context.head_dim is None and not any(HEAD_NORM.are_in(part.pattern) for part in folded):
+        return
+    roles = roles_of(folded, [kind.shape or () for kind in kinds], context.head_dim)
+    if context.head_dim is not None and all(dims.head is None for dims in roles):
         yield finding(
             "half-head",
             f"head_dim={context.head_dim} is given, but no path names projections of attention",
             "leave head_dim out; RuleSpec(units=...) keeps heads whole whatever paths are",
         )
     groups: dict[tuple[int | None, tuple[str, str]], list[Folded]] = defaultdict(list)
-    for projection in in_attention:
-        kind = context.kinds[projection.folded.group]
-        if words := _cut_and_fix(kind, projection, context.sizes):
-            groups[kind.rule, words].append(projection.folded)
-    for (rule, (cut, fix)), folded in groups.items():
+    for part, dims in zip(folded, roles, strict=True):
+        kind = kinds[part.group]
+        if dims.head is None:
+            continue
+        if words := _cut_and_fix(kind, dims.head, dims.unit, context.sizes):
+            groups[kind.rule, words].append(part)
+    for (rule, (cut, fix)), parts in groups.items():
         who = "" if rule is None else f"{context.rule(rule)}: "
         yield finding(
             "half-head",
             f"{who}{cut}; devices exchange parts of heads in each step",
             fix,
-            folded,
+            parts,
             rule=rule,
         )
 
 
 def _cut_and_fix(
-    kind: Kind, projection: Projection, axis_sizes: Mapping[str, int]
+    kind: Kind, dim: int, head: int, axis_sizes: Mapping[str, int]
 ) -> tuple[str, str] | None:
     """Return how these leaves are cut inside a head, and what to do; None if they are not."""
-    dim, head = projection.dim, projection.head
-    if kind.spec is None or head is None:
+    if kind.spec is None:
         return None
     size = (kind.shape or ())[dim]
     axes = entry_axes(entry) if (entry := next(iter(entries_of(kind.spec)[dim:]), None)) else ()

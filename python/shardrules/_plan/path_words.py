@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import Final, Literal
 
 from shardrules._plan.fold import Folded
-
-if TYPE_CHECKING:
-    from shardrules._plan.plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +44,6 @@ EXPERTS: Final = Words(r"experts?(_|$)|moe", "layers/0/mlp/experts/up_proj")
 NO_EXPERTS: Final = Words(r"shared|att", "layers/0/mlp/shared_experts/up_proj/kernel")
 ROUTER: Final = Words(r"(\w*_)?(router|gate|gating|switch|w_?[gr])(_\w*)?", "mlp/gate/kernel")
 STACK: Final = Words(r"\w*layers?|stack\w*|stages?|repeats?|blocks?|periods?", "decoder/layers/up")
-# What begins with one size though it is no stack of layers: that of heads, a window or experts.
-NO_STACK: Final = Words(r"att(n|ention)|conv|experts?(_|$)|moe", "convs/a/kernel")
 # Projections from the residual stream, and back to it.
 READS: Final = Words(
     r"(to_)?w?q(kv)?(_.*)?|(to_)?w?kv?(_.*)?|(to_)?w?v(_proj)?|query.*|key.*|value.*|c_attn|in_proj.*|gate.*|up(_.*)?"
@@ -109,60 +103,6 @@ def words_of(components: Iterable[str]) -> tuple[str, ...]:
     return tuple([_SET.sub("#", component).lower() for component in components])
 
 
-class Projection(NamedTuple):
-    """A projection to or from attention heads."""
-
-    folded: Folded
-    dim: int
-    """The dimension of all heads together; the size of one where heads have their own."""
-    head: int | None
-    """Size of a head; None if nothing tells it."""
-
-
-def projections(plan: Plan, head_dim: int | None = None) -> list[Projection]:
-    """Find the projections of attention, by names.
-
-    The size of a head is `head_dim`, or that of the norm of single heads beside them: norms of all
-    heads together have other sizes, for queries and for keys.
-    """
-    found: list[tuple[Folded, tuple[str, ...], int]] = []
-    widths: dict[tuple[str, ...], int] = defaultdict(int)
-    norms: dict[tuple[str, ...], set[int]] = defaultdict(set)
-    for folded in plan.folded:
-        shape = plan.kinds[folded.group].shape
-        if not shape or not IN_ATTENTION.are_in(plan.paths[folded.rows.item(0)].lower()):
-            continue
-        words = [*words_of(components_of(folded))]
-        is_bare = TO_HEADS.is_name(words[-1]) or FROM_HEADS.is_name(words[-1])
-        array = "" if is_bare else words.pop()
-        name = words.pop() if words else ""
-        module = tuple(words)
-        if HEAD_NORM.is_name(name):
-            norms[module].add(shape[-1])
-        to_heads = TO_HEADS.is_name(name)
-        is_from = FROM_HEADS.is_name(name) and len(shape) > 1
-        if (to_heads or is_from) and IN_ATTENTION.are_in(*module):
-            # Torch's weights are [out, in], all others [in, out]; a bias is [out].
-            first = len(shape) > 1 and to_heads == (array == "weight")
-            dim = len(shape) - (2 if first else 1)
-            widths[module] = max(widths[module], shape[dim])
-            found.append((folded, module, dim))
-    heads = {
-        module: head_dim or size
-        for module, (size, *others) in norms.items()
-        if not others and 1 < size < widths[module]
-    }
-    result = []
-    for folded, module, dim in found:
-        shape, head = plan.kinds[folded.group].shape, heads.get(module, head_dim)
-        assert shape is not None
-        # Heads may have a dimension of their own, beside that of a head.
-        is_apart = len(shape) > 2 and head in shape[-2:]
-        of_head = len(shape) - (1 if shape[-1:] == (head,) else 2)
-        result.append(Projection(folded, of_head if is_apart else dim, head))
-    return result
-
-
 AxisUse = Literal["fsdp", "tensor", "experts", "data", "layers"]
 """Cuts weights that are gathered whole before use; cuts what is computed with; cuts stacks of
 experts; cuts batches and sequences alone; or cuts stacks of layers, as the stages of a pipeline."""
@@ -219,13 +159,3 @@ def data_axes_among(axes: Iterable[str]) -> tuple[str, ...]:
     """
     uses = uses_of(axes)
     return tuple(axis for axis, use in uses.items() if use not in ("tensor", "layers"))
-
-
-def expert_axes_among(axes: Iterable[str]) -> tuple[str, ...]:
-    """List the axes that are for experts.
-
-    Example:
-        >>> expert_axes_among(["fsdp", "ep"])
-        ('ep',)
-    """
-    return tuple(axis for axis in axes if use_of(axis) == "experts")

@@ -10,37 +10,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Final, Literal, NamedTuple
 
+from shardrules._plan import path_words
 from shardrules._plan.fold import Folded, runs_of
-from shardrules._plan.path_words import (
-    ARRAY,
-    ATTENTION,
-    BACK,
-    COMPONENT,
-    EXPERTS,
-    FUSED,
-    IN_ATTENTION,
-    KEYS,
-    LOOKUP,
-    NEUTRAL,
-    NO_EXPERTS,
-    NO_LOOKUP,
-    NO_STACK,
-    NORM,
-    READS,
-    ROUTER,
-    STACK,
-    TO_LATENT,
-    VECTOR,
-    WRITES,
-    components_of,
-    words_of,
-)
+from shardrules._plan.path_words import COMPONENT, components_of, words_of
 
 Side = Literal[
     "layers", "experts", "vocabulary", "residual", "hidden", "heads", "head", "fused", "window",
@@ -53,10 +31,11 @@ window of a convolution; the only dimension; of size 1."""
 Shape = tuple[int, ...]
 
 
-_NUMBERED_EXPERTS: Final = re.compile(r"(?:^|[/.\[\]'])experts?_?[/.\[\]']*$")
+_NUMBERED_EXPERTS: Final = re.compile(r"(?:^|[/.\[\]'])experts?_?[/.\[\]']*\{([^{}]*)\}")
 # Sizes of windows, and of stacks of kernels, such as those of keys and values, are smaller.
 _WINDOW: Final = 32
 _MOST_FUSED: Final = 4
+_FEW: Final = 3
 # Elements of a head of unknown size; models narrower than that have half as many.
 _HEAD: Final = 128
 _SMALL: Final = 2048
@@ -74,6 +53,8 @@ class Dims(NamedTuple):
     """Elements of the hidden side that belong together: a head's."""
     is_assumed: bool = False
     """True if the unit is a guess."""
+    head: int | None = None
+    """The dimension that is cut by heads, or is one, if their size is known: the unit."""
     tensor: Literal["any", "heads", "none"] = "any"
     """Sides that tensor axes may shard: of keys and values heads only, since there are fewer of
     them than of queries; of routers and of projections to a latent space none."""
@@ -90,8 +71,8 @@ class _Array:
 
     folded: Folded
     shape: Shape
-    head: int | None
-    """Size of a head, if that is known."""
+    head: int | None = None
+    """Size of a head, of a projection to or from heads of attention, if that is known."""
     front: dict[int, Side] = field(default_factory=dict)
     """Dimensions of layers and of experts."""
     contracted: list[int] = field(default_factory=list)
@@ -103,9 +84,13 @@ class _Array:
         components = components_of(self.folded)
         self.words = words_of(components)
         words = list(self.words)
-        if len(words) > 1 and ARRAY.is_name(words[-1]):
+        last = words[-1]
+        is_array = path_words.ARRAY.is_name(last) and not path_words.TO_HEADS.is_name(last)
+        if len(words) > 1 and is_array:
             words.pop()
-        while len(words) > 1 and (words[-1] == "#" or NEUTRAL.is_name(words[-1])):
+        self.bare = tuple(words)
+        """Words without the array's own name."""
+        while len(words) > 1 and (words[-1] == "#" or path_words.NEUTRAL.is_name(words[-1])):
             words.pop()
         self.module = tuple(words)
         """Words up to that of the module, which an array's own name may stand behind."""
@@ -113,8 +98,8 @@ class _Array:
         """Name of the module."""
         self.block = tuple(components[: len(words) - 1])
         """Path of what the module is in, with its sets of numbers."""
-        self.is_norm = NORM.are_in(*self.words[-2:])
-        self.is_vector = self.is_norm or VECTOR.are_in(self.words[-1])
+        self.is_norm = path_words.NORM.are_in(*self.words[-2:])
+        self.is_vector = self.is_norm or path_words.VECTOR.are_in(self.words[-1])
         """True for biases and norms, by their names."""
 
     @property
@@ -131,7 +116,7 @@ class _Array:
     def is_lookup(self) -> bool:
         """True if tokens look up its rows."""
         words = self.words[-3:]
-        is_named = LOOKUP.are_in(*words) and not NO_LOOKUP.are_in(*words)
+        is_named = path_words.LOOKUP.are_in(*words) and not path_words.NO_LOOKUP.are_in(*words)
         return len(self.rest) == 2 and (is_named or words[-1] == "embedding")
 
     @property
@@ -151,11 +136,8 @@ class _Array:
     @cached_property
     def numbered_experts(self) -> int:
         """How many numbers of experts the path has, as experts/{0..7}/w1; 1 without."""
-        parts = self.folded.parts
-        for place in range(1, len(parts), 2):
-            if _NUMBERED_EXPERTS.search("#".join(parts[:place:2]).lower()):
-                return sum(run.stop - run.start for run in runs_of(parts[place].strip("{}")))
-        return 1
+        numbers = _NUMBERED_EXPERTS.search(self.folded.pattern.lower())
+        return sum(map(len, runs_of(numbers[1]))) if numbers else 1
 
     @property
     def experts(self) -> int:
@@ -173,24 +155,33 @@ class _Array:
     @property
     def flow(self) -> Literal["reads", "writes"] | None:
         """Whether by its name the module reads the residual stream, or writes to it."""
-        reads, writes = READS.is_name(self.name), WRITES.is_name(self.name)
+        reads, writes = path_words.READS.is_name(self.name), path_words.WRITES.is_name(self.name)
         return None if reads == writes else "reads" if reads else "writes"
 
     @property
     def makes_heads(self) -> bool:
         """True if it makes queries, keys or values, by its name."""
-        return ATTENTION.is_name(self.name) and not BACK.is_name(self.name)
+        return path_words.ATTENTION.is_name(self.name) and not path_words.BACK.is_name(self.name)
+
+    @property
+    def has_heads(self) -> bool:
+        """True if it projects to heads of attention or from them, by its names."""
+        *module, name = self.bare
+        is_from = path_words.FROM_HEADS.is_name(name) and not self.is_vector
+        is_in_attention = bool(self.shape) and path_words.IN_ATTENTION.are_in(*module)
+        return is_in_attention and (is_from or path_words.TO_HEADS.is_name(name))
 
 
 def roles_of(
-    folded: Iterable[Folded], shapes: Sequence[Shape], heads: Mapping[int, int] | None = None
+    folded: Iterable[Folded], shapes: Sequence[Shape], head_dim: int | None = None
 ) -> list[Dims]:
     """Return the roles of the dimensions of a model's parameters, for each folded path.
 
     Args:
         folded: Of the parameters, and of nothing else.
         shapes: Shape of each group of the folded paths.
-        heads: Row of a projection to or from heads of attention: size of a head. Default: none.
+        head_dim: Size of a head of attention. Default: that of the norm of single heads beside the
+            projections, if there is one.
 
     Example:
         >>> import numpy as np
@@ -200,16 +191,16 @@ def roles_of(
         >>> [dims.sides for dims in roles_of(folded, [(64, 256), (256, 64)])]
         [('residual', 'hidden'), ('hidden', 'residual')]
     """
-    heads = heads or {}
-    arrays = [_Array(of, shapes[of.group], heads.get(int(of.rows[0]))) for of in folded]
+    arrays = [_Array(of, shapes[of.group]) for of in folded]
     _find_stacks(arrays)
+    _find_heads(arrays, head_dim)
     _find_experts(arrays)
     width = _residual_width(arrays)
     is_in_out = _is_in_out(arrays, width)
     attending = {array.block for array in arrays if array.makes_heads}
     for array in arrays:
         array.contracted = _contracted(array, width, is_in_out)
-        is_named = ATTENTION.is_name(array.name) and array.experts == 1
+        is_named = path_words.ATTENTION.is_name(array.name) and array.experts == 1
         array.is_attention = is_named and (array.makes_heads or array.block in attending)
     roles = [_dims(*pair) for pair in zip(arrays, _residual_widths(arrays, width), strict=True)]
     queries: dict[tuple[str, ...], int] = defaultdict(int)
@@ -221,6 +212,21 @@ def roles_of(
         _with_tensor(array, dims, queries[array.block], width, counts)
         for array, dims in zip(arrays, roles, strict=True)
     ]
+
+
+def _find_heads(arrays: list[_Array], head_dim: int | None) -> None:
+    """Find the sizes of heads. Norms of all heads together are as large as their projection."""
+    norms: dict[tuple[str, ...], set[int]] = defaultdict(set)
+    for array in arrays:
+        if path_words.HEAD_NORM.is_name(array.bare[-1]) and array.shape:
+            norms[array.bare[:-1]].add(array.shape[-1])
+    projections = [array for array in arrays if array.has_heads]
+    for array in projections:
+        if len(array.rest) < 3:
+            norms[array.bare[:-1]] -= {*array.shape}
+    for array in projections:
+        sizes = norms[array.bare[:-1]] - {1}
+        array.head = head_dim or (sizes.pop() if len(sizes) == 1 else None)
 
 
 def experts_dim(path: str, shape: Shape) -> int | None:
@@ -237,16 +243,23 @@ def experts_dim(path: str, shape: Shape) -> int | None:
 
 
 def _is_of_experts(words: Iterable[str]) -> bool:
-    return EXPERTS.are_in(*words) and not NO_EXPERTS.are_in(*words)
-
-
-_Stack = tuple[tuple[str, ...], int, int]
-"""Words of a block, the dimension along which its layers are stacked, how many they are."""
+    return path_words.EXPERTS.are_in(*words) and not path_words.NO_EXPERTS.are_in(*words)
 
 
 def _find_stacks(arrays: list[_Array]) -> None:
-    """Find the dimensions of layers that are scanned."""
-    stacks = [*_stacks_of_norms(arrays), *_stacks_by_shape(arrays)]
+    """Find the dimensions of scanned layers, by their norms, or by name and shapes."""
+    stacks: list[tuple[tuple[str, ...], int, int]] = []
+    named: dict[tuple[str, ...], list[Shape]] = defaultdict(list)
+    for array in arrays:
+        words = array.words
+        if array.is_norm and len(array.shape) == 2 and 1 not in array.shape:
+            layers = min(array.shape)
+            block = words[:-1] if path_words.NORM.are_in(words[-1]) else words[:-2]
+            stacks.append((block, array.shape.index(layers), layers))
+        for end in range(1, len(words)):
+            if path_words.STACK.is_name(words[end - 1]) and words[end] != "#":
+                named[words[:end]].append(array.shape)
+    stacks += [(block, 0, shapes[0][0]) for block, shapes in named.items() if _are_stacked(shapes)]
     for array in arrays:
         for block, dim, layers in stacks:
             is_inside = array.words[: len(block)] == block
@@ -255,124 +268,67 @@ def _find_stacks(arrays: list[_Array]) -> None:
                 break
 
 
-def _stacks_of_norms(arrays: list[_Array]) -> Iterator[_Stack]:
-    """Yield blocks whose norms have two dimensions, of which layers are the smaller."""
-    for array in arrays:
-        if array.is_norm and len(array.shape) == 2 and 1 not in array.shape:
-            block = array.words[:-1] if NORM.are_in(array.words[-1]) else array.words[:-2]
-            layers = min(array.shape)
-            yield block, array.shape.index(layers), layers
-
-
-def _stacks_by_shape(arrays: list[_Array]) -> Iterator[_Stack]:
-    """Yield blocks without such a norm: all their arrays begin alike."""
-    blocks: dict[tuple[str, ...], list[_Array]] = defaultdict(list)
-    for array in arrays:
-        for end in range(1, len(array.words)):
-            if array.words[end] != "#":
-                blocks[array.words[:end]].append(array)
-    routers = _experts_of_routers(arrays, None)
-    for block, inside in blocks.items():
-        is_named = STACK.is_name(block[-1])
-        if _are_stacked([array.shape for array in inside], is_named=is_named):
-            layers = inside[0].shape[0]
-            may_be = is_named or not all(map(_is_no_stack, inside))
-            if may_be and layers not in _around(block, routers):
-                yield block, 0, layers
-
-
-def _around(words: tuple[str, ...], routers: Mapping[tuple[str, ...], set[int]]) -> set[int]:
-    """Return the numbers of experts of the routers in the blocks around these words."""
-    return set().union(*(routers[words[:end]] for end in range(len(words))))
-
-
-def _is_no_stack(array: _Array) -> bool:
-    return NO_STACK.are_in(*array.words) or ATTENTION.is_name(array.name)
-
-
-def _are_stacked(shapes: list[Shape], *, is_named: bool) -> bool:
-    """Tell if arrays all begin with one size, which is smaller than another of each kernel's.
-
-    Some kernels must not have it a second time, as windows have; heads may be as many as layers.
-    """
-    if len(shapes) < 2 or len({shape[0] for shape in shapes if shape}) != 1:
-        return False
+def _are_stacked(shapes: list[Shape]) -> bool:
+    """Tell if arrays all begin with one size, smaller than another of each kernel's."""
     kernels = [shape for shape in shapes if len(shape) > 2]
-    once = [shape for shape in kernels if shape[0] not in shape[1:]]
     return (
-        min(map(len, shapes)) > 1
-        and len(once) >= (1 if is_named else 2)
+        len(shapes) > 1
+        and min(map(len, shapes)) > 1
+        and len({shape[0] for shape in shapes}) == 1
+        and any(shape[0] not in shape[1:] for shape in kernels)
         and all(shape[0] < max(shape[1:]) for shape in kernels)
     )
 
 
 def _find_experts(arrays: list[_Array]) -> None:
-    """Find the dimensions of experts: by names, or as many as a router has outputs."""
-    routers = _experts_of_routers(arrays, _residual_width(arrays))
+    """Find the dimensions of experts: by names, or as many as a router beside them has outputs.
+
+    The other side of a router is the residual width: a gate of an MLP is wider.
+    """
+    width = _residual_width(arrays)
+    routers: dict[tuple[str, ...], set[int]] = defaultdict(set)
+    for array in arrays:
+        if len(array.rest) == 2 and not array.is_vector and path_words.ROUTER.is_name(array.name):
+            experts, other = sorted(array.shape[dim] for dim in array.rest)
+            if other == width:
+                routers[array.module[:-1]].add(experts)
     for array in arrays:
         rest = [dim for dim in range(len(array.shape)) if dim not in array.front]
         if len(rest) <= (1 if array.is_vector else 2) or array.numbered_experts > 1:
             continue
-        is_routed = array.shape[rest[0]] in _around(array.words, routers)
-        is_apart = NO_EXPERTS.are_in(*array.words) or array.makes_heads
-        if (is_routed and not is_apart) or _is_of_experts(array.words):
+        around = set().union(*(routers[array.words[:end]] for end in range(len(array.words))))
+        is_apart = path_words.NO_EXPERTS.are_in(*array.words) or array.makes_heads
+        if (array.shape[rest[0]] in around and not is_apart) or _is_of_experts(array.words):
             array.front[rest[0]] = "experts"
 
 
-def _experts_of_routers(arrays: list[_Array], width: int | None) -> dict[tuple[str, ...], set[int]]:
-    """Return, by the words of the block around a router, how many experts it chooses from.
+def _residual_width(arrays: Iterable[_Array], outside: Container[int] = ()) -> int:
+    """Return the size that most arrays have, the smallest of equals; 0 without any.
 
-    Its other side is the residual width, if that is known: a gate of an MLP is wider.
-    """
-    experts_in: dict[tuple[str, ...], set[int]] = defaultdict(set)
-    for array in arrays:
-        if len(array.rest) == 2 and not array.is_vector and ROUTER.is_name(array.name):
-            experts, other = sorted(array.shape[dim] for dim in array.rest)
-            if width in (None, other):
-                experts_in[array.module[:-1]].add(experts)
-    return experts_in
-
-
-def _residual_width(arrays: list[_Array]) -> int:
-    """Return the size that most arrays of layers have, the smallest of equals; 0 without any.
-
-    The experts of a layer count as one.
+    Sizes that leaves outside have too come first. The experts of a layer count as one.
     """
     votes: Counter[int] = Counter()
     for array in arrays:
         count = (array.layers or 1) * len(array.folded.rows) // array.numbered_experts
         votes.update(dict.fromkeys(array.widths, count))
-    return max(votes, key=lambda size: (votes[size], -size), default=0)
+    return max(votes, key=lambda size: (size in outside, votes[size], -size), default=0)
 
 
-def _residual_widths(arrays: list[_Array], width: int) -> list[frozenset[int]]:
-    """Find the residual widths near each array: its tower's; outside of towers, all.
-
-    That of a tower is the size that most of its leaves have, among those that leaves outside have
-    too.
-    """
-    outside = {size for array in arrays if array.tower is None for size in array.widths}
-    votes: dict[str, Counter[int]] = defaultdict(Counter)
+def _residual_widths(arrays: list[_Array], width: int) -> list[set[int]]:
+    """Find the residual widths near each array: its tower's; outside of towers, all."""
+    towers: dict[str | None, list[_Array]] = defaultdict(list)
     for array in arrays:
-        if array.tower is not None:
-            count = (array.layers or 1) * len(array.folded.rows)
-            votes[array.tower].update(dict.fromkeys(array.widths, count))
-
-    def winner(sizes: Counter[int]) -> int:
-        return max(sizes, key=lambda size: (size in outside, sizes[size], -size))
-
-    width_of = {tower: winner(sizes) for tower, sizes in votes.items() if sizes}
-    widths = frozenset(width_of.values()) or frozenset([width])
-    return [
-        frozenset([width_of[array.tower]]) if array.tower in width_of else widths
-        for array in arrays
-    ]
+        towers[array.tower].append(array)
+    outside = {size for array in towers.pop(None, ()) for size in array.widths}
+    width_of = {tower: _residual_width(inside, outside) for tower, inside in towers.items()}
+    widths = {*width_of.values()} - {0} or {width}
+    return [{width_of[array.tower]} if width_of.get(array.tower) else widths for array in arrays]
 
 
 def _is_in_out(arrays: list[_Array], width: int) -> bool | None:
     """Return whether kernels are [in, out]; None without a sign.
 
-    The names of some say which side the width is on. Without such names, arrays are called so.
+    The names of several say which side the width is on; else arrays are called so.
     """
     votes = 0
     for array in arrays:
@@ -380,12 +336,10 @@ def _is_in_out(arrays: list[_Array], width: int) -> bool | None:
             first, last = (array.shape[array.rest[end]] == width for end in (0, -1))
             if first != last:
                 votes += 1 if first == (flow == "reads") else -1
-    if votes == 0:
-        called = {array.words[-1] for array in arrays if len(array.shape) > 1}
-        return {(True, False): True, (False, True): False}.get(
-            ("kernel" in called, "weight" in called)
-        )
-    return votes > 0
+    called = {array.words[-1] for array in arrays if len(array.shape) > 1}
+    if abs(votes) >= _FEW:
+        return votes > 0
+    return "kernel" in called if ("kernel" in called) != ("weight" in called) else None
 
 
 def _contracted(array: _Array, width: int, is_in_out: bool | None) -> list[int]:
@@ -414,10 +368,10 @@ def _is_router(array: _Array, counts: set[int]) -> bool:
     if not (ins and outs) or array.is_lookup or array.experts > 1:
         return False
     sizes = (prod(array.shape[dim] for dim in dims) for dims in (ins, outs))
-    return ROUTER.is_name(array.name) and min(sizes) in counts
+    return path_words.ROUTER.is_name(array.name) and min(sizes) in counts
 
 
-def _dims(array: _Array, widths: frozenset[int]) -> Dims:
+def _dims(array: _Array, widths: set[int]) -> Dims:
     free = array.rest
     sides: dict[int, Side] = dict.fromkeys(range(len(array.shape)), "other")
     is_known = True
@@ -431,16 +385,22 @@ def _dims(array: _Array, widths: frozenset[int]) -> Dims:
         sides |= of_free
     sides |= array.front
     columns = tuple(dim for dim in sides if dim not in array.contracted)
-    return Dims(tuple(sides.values()), columns, is_known, unit=array.head or 1)
+    dims = Dims(tuple(sides.values()), columns, is_known, unit=array.head or 1)
+    if not array.head:
+        return dims
+    if "head" in dims.sides:
+        return dims._replace(head=dims.sides.index("head"))
+    is_from = path_words.FROM_HEADS.is_name(array.bare[-1])
+    return dims._replace(head=max(array.contracted if is_from else columns))
 
 
-def _sides_of_kernel(array: _Array, widths: frozenset[int]) -> tuple[dict[int, Side], bool]:
+def _sides_of_kernel(array: _Array, widths: set[int]) -> tuple[dict[int, Side], bool]:
     shape, free, ins = array.shape, array.rest, array.contracted
     outs = [dim for dim in free if dim not in ins]
     residual = [dim for dim in free if shape[dim] in widths]
     # Names mean a kernel of attention, and no convolution in it.
     path = array.folded.pattern.lower()
-    has_heads = "conv" not in path and (array.is_attention or IN_ATTENTION.are_in(path))
+    has_heads = "conv" not in path and (array.is_attention or path_words.IN_ATTENTION.are_in(path))
     is_split = len(free) > 2 and len(residual) == 1
     if _is_convolution(shape, free) and not (has_heads and is_split):
         return _sides_of_convolution(shape, free), True
@@ -459,7 +419,7 @@ def _sides_of_kernel(array: _Array, widths: frozenset[int]) -> tuple[dict[int, S
 
 
 def _hidden(
-    array: _Array, ins: list[int], outs: list[int], widths: frozenset[int]
+    array: _Array, ins: list[int], outs: list[int], widths: set[int]
 ) -> tuple[list[int], bool]:
     """Return the hidden side, and whether that is sure."""
     size_in, size_out = (prod(array.shape[dim] for dim in side) for side in (ins, outs))
@@ -477,7 +437,9 @@ def _hidden(
 def _of_heads(array: _Array, dims: list[int]) -> dict[int, Side]:
     """Name the hidden sides of a kernel, such as heads and the size of one."""
     first, *others = dims
-    if others and any(array.shape[first] == n and of.is_name(array.name) for n, of in FUSED):
+    if others and any(
+        array.shape[first] == n and of.is_name(array.name) for n, of in path_words.FUSED
+    ):
         return {first: "fused", **_of_heads(array, others)}
     return {first: "heads" if others else "hidden", **dict.fromkeys(others, "head")}
 
@@ -511,10 +473,12 @@ def _with_tensor(array: _Array, dims: Dims, queries: int, width: int, counts: se
     """
     if dims.is_vector:
         return dims
-    if _is_router(array, counts) or (array.is_attention and TO_LATENT.is_name(array.name)):
+    if _is_router(array, counts) or (
+        array.is_attention and path_words.TO_LATENT.is_name(array.name)
+    ):
         return dims._replace(tensor="none")
     hidden = _hidden_size(array, dims)
-    if not (array.is_attention and KEYS.is_name(array.name) and hidden < queries):
+    if not (array.is_attention and path_words.KEYS.is_name(array.name) and hidden < queries):
         return dims
     head = _HEAD if width >= _SMALL else _HEAD // 2
     if not array.head and "hidden" in dims.sides and hidden % head == 0:

@@ -10,7 +10,7 @@ from typing import Final, cast
 
 from shardrules._base.dtypes import bits_of
 from shardrules._base.specs import entry_axes
-from shardrules._plan.path_words import expert_axes_among, is_gathered
+from shardrules._plan.path_words import is_gathered, use_of
 from shardrules._plan.roles import experts_dim
 from shardrules._program.causes import REASONS
 from shardrules._program.executable import Executable, State
@@ -157,16 +157,18 @@ class Reasons:
     def expert_axes(self) -> frozenset[str]:
         """Mesh axes that shard the experts of arguments, or have a name for experts."""
         cuts = map(self.expert_axes_of, range(len(self.executable.inputs.shardings)))
-        return frozenset(expert_axes_among(self.axis_sizes)).union(*cuts)
+        return self._axes_named_for_experts.union(*cuts)
 
     @cached_property
     def axes_for_experts(self) -> frozenset[str]:
         """Mesh axes that have a name for experts, or shard nothing but experts and the batch."""
         leaves = set(range(len(self.executable.inputs.shardings))).difference(self._batches)
         others = (self.executable.axes_of(leaf) - self.expert_axes_of(leaf) for leaf in leaves)
-        return (
-            frozenset(self.axis_sizes).difference(*others).union(expert_axes_among(self.axis_sizes))
-        )
+        return frozenset(self.axis_sizes).difference(*others) | self._axes_named_for_experts
+
+    @property
+    def _axes_named_for_experts(self) -> frozenset[str]:
+        return frozenset(axis for axis in self.axis_sizes if use_of(axis) == "experts")
 
 
 class Row:

@@ -10,7 +10,8 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from math import inf, prod
+from math import prod
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -21,14 +22,13 @@ from shardrules._base.text import brief, counted
 from shardrules._plan.path_words import AxisUse, is_gathered, use_of, uses_of
 from shardrules._plan.plan import Plan
 from shardrules._plan.suggest.patterns import (
-    TIGHTEST,
     Label,
     Path,
     Phrase,
     Unit,
-    least_tightness,
     pattern_of,
     phrases,
+    says_little,
 )
 from shardrules._rules.patterns import Pattern, pattern_shown
 from shardrules._rules.rules import Rules
@@ -56,7 +56,7 @@ _DISCOMFORT: Final[dict[AxisUse, dict[Side, int]]] = {
              "window": 8, "vector": 10},
     # Column-parallel into heads and hidden units, row-parallel back: one sum for each pair.
     "tensor": {"hidden": 0, "heads": 0, "vocabulary": 0, "residual": 4, "experts": 2,
-               "window": 9, "vector": 11},
+               "window": 9},
     # Beside experts, as another axis of fsdp.
     "experts": {"experts": -6, "residual": 2, "hidden": 3, "heads": 3, "vocabulary": 4,
                 "window": 9, "vector": 11},
@@ -68,10 +68,11 @@ _DISCOMFORT: Final[dict[AxisUse, dict[Side, int]]] = {
 _TENSOR: Final[dict[str, tuple[Side, ...]]] = {"heads": ("heads", "hidden"), "none": ()}
 
 
-class _ArrayCuts(NamedTuple):
-    """Cuts of an array, and what they cost."""
+class _Layout(NamedTuple):
+    """A way to cut an array, and what it costs."""
 
-    bytes: float
+    share: float
+    """Share of the array on a device."""
     discomfort: int
     cuts: Cuts
 
@@ -79,58 +80,40 @@ class _ArrayCuts(NamedTuple):
 def choose(
     units: Sequence[Unit], axis_sizes: Mapping[str, int], uses: Mapping[str, AxisUse]
 ) -> list[Cuts]:
-    """Choose the axes that shard each dimension of the units: see the table of discomforts."""
+    """Choose the axes that shard each dimension of the units: see the table of discomforts.
+
+    Each has the fewest bytes, and least discomfort among these. Arrays that are alike, and all
+    biases and norms together, have least discomfort if the bytes that this costs are within
+    `SLACK`, the cheapest first.
+    """
     used = {axis: size for axis, size in axis_sizes.items() if size > 1 and uses[axis] != "data"}
 
     @cache
-    def layouts_of(shape: tuple[int, ...], dims: Dims) -> list[_ArrayCuts]:
-        return _pareto_front(_layouts(shape, dims, used, uses))
+    def layouts_of(shape: tuple[int, ...], dims: Dims) -> tuple[_Layout, _Layout]:
+        layouts = [*_layouts(shape, dims, used, uses)]
+        return min(layouts, key=itemgetter(0, 1)), min(layouts, key=itemgetter(1, 0))
 
-    fronts = [
-        [
-            layout._replace(bytes=layout.bytes * unit.bytes)
-            for layout in layouts_of(*_unit_key(unit))
-        ]
-        for unit in units
-    ]
-    # Arrays that are alike are sharded alike; biases and norms are all whole, or all sharded.
-    keys = [None if unit.dims.is_vector else _unit_key(unit) for unit in units]
-    groups: dict[object, list[list[_ArrayCuts]]] = defaultdict(list)
-    for key, front in zip(keys, fronts, strict=True):
-        groups[key].append(front)
-    most = _most_discomforts([*groups.values()], SLACK * sum(front[0].bytes for front in fronts))
-    most_of = dict(zip(groups, most, strict=True))
-    return [_at_most(front, most_of[key]).cuts for key, front in zip(keys, fronts, strict=True)]
-
-
-def _unit_key(unit: Unit) -> tuple[tuple[int, ...], Dims]:
-    return unit.shape, unit.dims
-
-
-def _most_discomforts(groups: list[list[list[_ArrayCuts]]], slack: float) -> list[float]:
-    """Lower the discomfort allowed to each group while the bytes last, the cheapest first."""
-    levels = [inf] * len(groups)
-    spent = [0.0] * len(groups)
-    steps = sorted(
-        (sum(_at_most(front, level).bytes - front[0].bytes for front in group), -level, place)
-        for place, group in enumerate(groups)
-        for level in {layout.discomfort for front in group for layout in front}
-    )
-    for cost, level, place in steps:
-        if -level < levels[place] and cost - spent[place] <= slack:
-            slack -= cost - spent[place]
-            spent[place], levels[place] = cost, -level
-    return levels
-
-
-def _at_most(front: list[_ArrayCuts], discomfort: float) -> _ArrayCuts:
-    """Return the layout with the fewest bytes among those of so much discomfort, or the least."""
-    return next((layout for layout in front if layout.discomfort <= discomfort), front[-1])
+    groups: dict[object, list[int]] = defaultdict(list)
+    for number, unit in enumerate(units):
+        groups[None if unit.dims.is_vector else (unit.shape, unit.dims)].append(number)
+    pairs = [layouts_of(unit.shape, unit.dims) for unit in units]
+    slack = SLACK * sum(pair[0].share * unit.bytes for pair, unit in zip(pairs, units, strict=True))
+    chosen = [pair[0].cuts for pair in pairs]
+    costs = {
+        key: sum((pairs[n][1].share - pairs[n][0].share) * units[n].bytes for n in members)
+        for key, members in groups.items()
+    }
+    for key in sorted(groups, key=costs.__getitem__):
+        slack -= costs[key]
+        if slack >= 0:
+            for number in groups[key]:
+                chosen[number] = pairs[number][1].cuts
+    return chosen
 
 
 def _layouts(
     shape: tuple[int, ...], dims: Dims, axis_sizes: Mapping[str, int], uses: Mapping[str, AxisUse]
-) -> Iterator[_ArrayCuts]:
+) -> Iterator[_Layout]:
     """Yield all ways to lay the axes along the dimensions that they divide, and may shard."""
     choices: list[list[int | None]] = [
         [None, *(dim for dim, side in enumerate(dims.sides)
@@ -152,7 +135,7 @@ def _layouts(
             count = prod(axis_sizes[axis] for axis in cuts[hidden] if not is_gathered(axis))
             if count > 1 and shape[hidden] // count % dims.unit:
                 continue
-        yield _ArrayCuts(1 / prod(counts), _discomfort(shape, dims, cuts, counts, uses), cuts)
+        yield _Layout(1 / prod(counts), _discomfort(shape, dims, cuts, counts, uses), cuts)
 
 
 def _discomfort(
@@ -169,19 +152,8 @@ def _discomfort(
     )
     for side, axes in zip(dims.sides, cuts, strict=True):
         for axis in axes:
-            # Of biases, tensor axes shard columns, if anything.
-            is_odd = dims.is_vector and side == "experts" and uses[axis] == "tensor"
-            discomfort += _DISCOMFORT[uses[axis]]["vector" if is_odd else side]
+            discomfort += _DISCOMFORT[uses[axis]][side]
     return discomfort
-
-
-def _pareto_front(layouts: Iterator[_ArrayCuts]) -> list[_ArrayCuts]:
-    """Keep the layouts to which none is better in both costs, the fewest bytes first."""
-    front: list[_ArrayCuts] = []
-    for layout in sorted(layouts, key=lambda layout: (layout.bytes, layout.discomfort)):
-        if not front or layout.discomfort < front[-1].discomfort:
-            front.append(layout)
-    return front
 
 
 _SCALES: Final = re.compile(r"(.*_)?scales?(_\w+)?")
@@ -194,30 +166,27 @@ def with_followers(
 ) -> list[Cuts]:
     """Shard biases by the axes of their kernels' columns, and scales by all of their kernels'.
 
-    Axes that shard them already, for the bytes, do so where that is still possible; what would hold
-    more bytes then stays as it is.
+    What would hold more bytes then stays as it is.
     """
-    kernels: dict[Axes, list[int]] = {}
+
+    def part_count(of: Cuts) -> int:
+        return prod(axis_sizes[axis] for axes in of for axis in axes)
+
+    kernels: dict[Axes, list[int]] = defaultdict(list)
     for number, unit in enumerate(units):
         if not unit.dims.is_vector:
-            kernels.setdefault(unit.names[:-1], []).append(number)
-    joined_cuts = list(cuts)
+            kernels[unit.names[:-1]].append(number)
+    cuts_with_followers = list(cuts)
     for number, unit in enumerate(units):
-        if not unit.dims.is_vector:
-            continue
         *module, name = unit.names
-        for kernel in kernels.get(tuple(module), ()):
-            if _belongs(name, units[kernel].names[-1], len(kernels[*module])):
-                followed = dict(_followed_kernel(unit, units[kernel], cuts[kernel], name))
-                joined = _joined_axes(unit.shape, followed, cuts[number], axis_sizes)
-                if _part_count(joined, axis_sizes) >= _part_count(cuts[number], axis_sizes):
-                    joined_cuts[number] = joined
+        beside = kernels[*module] if unit.dims.is_vector else ()
+        for kernel in beside:
+            if _belongs(name, units[kernel].names[-1], len(beside)):
+                followed = _followed_kernel(unit, units[kernel], cuts[kernel], name)
+                if part_count(followed) >= part_count(cuts[number]):
+                    cuts_with_followers[number] = followed
                 break
-    return joined_cuts
-
-
-def _part_count(cuts: Cuts, axis_sizes: Mapping[str, int]) -> int:
-    return prod(axis_sizes[axis] for axes in cuts for axis in axes)
+    return cuts_with_followers
 
 
 def _belongs(name: str, kernel: str, kernels: int) -> bool:
@@ -228,36 +197,24 @@ def _belongs(name: str, kernel: str, kernels: int) -> bool:
     return is_its and (name.endswith("_bias") or _SCALES.fullmatch(name) is not None)
 
 
-def _followed_kernel(unit: Unit, kernel: Unit, cuts: Cuts, name: str) -> Iterator[tuple[int, Axes]]:
-    """Yield dimensions of the array with the axes that shard those of the kernel, if any."""
-    shape = kernel.shape
-    if _SCALES.fullmatch(name) and 1 < len(unit.shape) <= len(shape):
-        yield from ((dim, cuts[dim]) for dim in range(len(unit.shape)) if cuts[dim])
-        return
+def _followed_kernel(unit: Unit, kernel: Unit, cuts: Cuts, name: str) -> Cuts:
+    """Return the axes of each dimension of the array as those of the kernel's, if any."""
+    if _SCALES.fullmatch(name) and 1 < len(unit.shape) <= len(kernel.shape):
+        pairs = zip(unit.shape, kernel.shape, cuts, strict=False)
+        return tuple(axes if size == of else () for size, of, axes in pairs)
     columns = [*kernel.dims.columns]
-    for dim, size in enumerate(unit.shape):
-        column = next((column for column in columns if shape[column] == size), None)
-        if column is not None:
-            columns.remove(column)
-            # Along other dimensions, axes of experts are as those of fsdp.
-            is_of_experts = kernel.dims.sides[column] == "experts"
-            uses = {"tensor", "layers", *(["experts"] if is_of_experts else [])}
-            yield dim, tuple(axis for axis in cuts[column] if use_of(axis) in uses)
-
-
-def _joined_axes(
-    shape: tuple[int, ...], followed: Mapping[int, Axes], cuts: Cuts, axis_sizes: Mapping[str, int]
-) -> Cuts:
-    """Join the axes of the kernel and then those of the array, as far as they divide it."""
-    joined: list[Axes] = [()] * len(shape)
-    used: set[str] = set()
-    for dim, axes in (*followed.items(), *enumerate(cuts)):
-        for axis in axes:
-            count = prod(axis_sizes[name] for name in (*joined[dim], axis))
-            if axis not in used and shape[dim] % count == 0:
-                used.add(axis)
-                joined[dim] = tuple(sorted((*joined[dim], axis), key=list(axis_sizes).index))
-    return tuple(joined)
+    followed: list[Axes] = []
+    for size in unit.shape:
+        column = next((column for column in columns if kernel.shape[column] == size), None)
+        if column is None:
+            followed.append(())
+            continue
+        columns.remove(column)
+        # Along other dimensions, axes of experts are as those of fsdp.
+        is_of_experts = kernel.dims.sides[column] == "experts"
+        uses = {"tensor", "layers", *(["experts"] if is_of_experts else [])}
+        followed.append(tuple(axis for axis in cuts[column] if use_of(axis) in uses))
+    return tuple(followed)
 
 
 _MOST_NAMES: Final = 64
@@ -283,8 +240,8 @@ class Draft(NamedTuple):
         return rows
 
 
-def draft(plan: Plan, units: Sequence[Unit], tightness: int = 0) -> Draft:
-    """Write rules for the leaves of a plan, with patterns as tight as `pattern_of` has it."""
+def draft(plan: Plan, units: Sequence[Unit], *, is_tight: bool = False) -> Draft:
+    """Write rules for the leaves of a plan, with patterns as tight as can be or as loose."""
     rules, sizes = plan._leaves.path_rules, plan.axis_sizes
     assert rules is not None
     uses = uses_of(sizes)
@@ -293,11 +250,15 @@ def draft(plan: Plan, units: Sequence[Unit], tightness: int = 0) -> Draft:
     labelled = [
         (unit, _label_of(unit, of_unit, spared)) for unit, of_unit in zip(units, cuts, strict=True)
     ]
-    return _rules_for_labels(labelled, rules.dialect, tightness)
+    return _rules_for_labels(labelled, rules.dialect, is_tight=is_tight)
 
 
 def draft_of_specs(
-    units: Iterable[Unit], specs: Mapping[str, Entries | RuleSpec], dialect: Dialect, tightness: int
+    units: Iterable[Unit],
+    specs: Mapping[str, Entries | RuleSpec],
+    dialect: Dialect,
+    *,
+    is_tight: bool,
 ) -> Draft:
     """Write rules that give leaves these specs: at most `MOST_RULES`, where specs are no more."""
     labelled: list[tuple[Unit, Label]] = []
@@ -307,11 +268,11 @@ def draft_of_specs(
             spec = specs[unit.paths[int(row)]]
             rows_of[Label(spec, is_plain=spec == Entries(), is_known=True)].append(row)
         labelled += [(unit.with_rows(rows), label) for label, rows in rows_of.items()]
-    return _rules_for_labels(labelled, dialect, tightness, joins=True)
+    return _rules_for_labels(labelled, dialect, is_tight=is_tight, joins=True)
 
 
 def _rules_for_labels(
-    labelled: list[tuple[Unit, Label]], dialect: Dialect, tightness: int, *, joins: bool = False
+    labelled: list[tuple[Unit, Label]], dialect: Dialect, *, is_tight: bool, joins: bool = False
 ) -> Draft:
     """Write rules for units with labels; those of one spec are joined, if they are to be few."""
     labelled = _with_numbers(labelled, dialect)
@@ -323,7 +284,7 @@ def _rules_for_labels(
                 "have too many names for rules: give the specs themselves to plan, or cut each "
                 "array's largest dimension, with [('.*', shardrules.fsdp(axis))]"
             )
-    pairs, of_rules = _loosest_patterns(ends, units, dialect, tightness)
+    pairs, of_rules = _loosest_patterns(ends, units, dialect, is_tight=is_tight)
     if joins:
         pairs, of_rules = _joined_rules(ends, pairs, of_rules)
     return Draft(Rules(pairs, dialect), of_rules)
@@ -332,28 +293,23 @@ def _rules_for_labels(
 def _joined_rules(
     phrases: Sequence[Phrase], pairs: _Pairs, of_rules: list[tuple[Unit, ...]]
 ) -> tuple[_Pairs, list[tuple[Unit, ...]]]:
-    """Join all rules of what is whole; and of others with one spec the shortest, if they are many.
+    """Join the rules of what is whole; and those of each other spec, if they are many.
 
     A pattern matches its own paths alone, so that their order does not matter; patterns with
     numbers stay before those that leave these open.
     """
-    patterns: list[tuple[str, ...]] = [(str(pattern),) for pattern, _ in pairs]
-    units, labels = list(of_rules), [phrase.label for phrase in phrases]
-    while True:
-        alike = [
-            (not labels[first].is_plain, sum(map(len, patterns[first] + patterns[second])), first,
-             second)
-            for first, second in itertools.combinations(range(len(labels)), 2)
-            if labels[first] == labels[second] and not labels[first].is_numbered
-        ]  # fmt: skip
-        is_sharded, _, first, second = min(alike, default=(True, 0, 0, 0))
-        if not alike or (is_sharded and len(labels) <= MOST_RULES):
-            break
-        patterns[first] += patterns.pop(second)
-        units[first] += units.pop(second)
-        del labels[second]
-    texts = [names[0] if len(names) == 1 else f"({'|'.join(names)})" for names in patterns]
-    return [(text, label.value) for text, label in zip(texts, labels, strict=True)], units
+    labels = [phrase.label for phrase in phrases]
+    are_many = sum(not label.is_plain for label in labels) >= MOST_RULES
+    groups: dict[object, list[int]] = defaultdict(list)
+    for number, label in enumerate(labels):
+        joins = (label.is_plain or are_many) and not label.is_numbered
+        groups[label if joins else number].append(number)
+    joined: _Pairs = []
+    for members in groups.values():
+        first, *others = (str(pairs[number][0]) for number in members)
+        text = f"({'|'.join([first, *others])})" if others else first
+        joined.append((text, labels[members[0]].value))
+    return joined, [sum((of_rules[n] for n in members), ()) for members in groups.values()]
 
 
 def _label_of(unit: Unit, cuts: Cuts, spared: set[str]) -> Label:
@@ -391,26 +347,24 @@ def _with_numbers(labelled: list[tuple[Unit, Label]], dialect: Dialect) -> list[
 
 
 def _loosest_patterns(
-    phrases: list[Phrase], units: Sequence[Unit], dialect: Dialect, least: int
+    phrases: list[Phrase], units: Sequence[Unit], dialect: Dialect, *, is_tight: bool
 ) -> tuple[_Pairs, list[tuple[Unit, ...]]]:
     """Write patterns as loose as they may be: of the path of each unit only its own matches.
 
     Patterns that leave numbers open may also match what patterns with numbers, before them, match.
     """
-    tightness = [max(least, least_tightness(phrase)) for phrase in phrases]
+    tight = {n for n, phrase in enumerate(phrases) if is_tight or says_little(phrase)}
     owner = {unit: number for number, phrase in enumerate(phrases) for unit in phrase.units}
     paths = [unit.path for unit in units]
     while True:
         pairs = [
-            (pattern_of(phrase, units, dialect, tight), phrase.label.value)
-            for phrase, tight in zip(phrases, tightness, strict=True)
+            (pattern_of(phrase, units, dialect, is_tight=number in tight), phrase.label.value)
+            for number, phrase in enumerate(phrases)
         ]
         wrong = dict(_mismatches(Rules(pairs, dialect), paths, owner, phrases))
-        loose = [rule for rule in wrong if tightness[rule] < TIGHTEST]
-        if not loose:
+        if wrong.keys() <= tight:
             break
-        for rule in loose:
-            tightness[rule] += 1
+        tight |= wrong.keys()
     for rule, path in wrong.items():
         raise ValueError(
             f"{brief(path)}: no pattern of the dialect {dialect.name} tells it from the leaves of "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -102,8 +102,8 @@ class Unit(NamedTuple):
         return [self.with_rows(of_words, words) for words, of_words in rows_of.items()]
 
 
-def units_of(plan: Plan, heads: Mapping[int, int] | None = None) -> list[Unit]:
-    """Collect the leaves that need a rule; `heads` are sizes of heads by rows of projections."""
+def units_of(plan: Plan, head_dim: int | None = None) -> list[Unit]:
+    """Collect the leaves that need a rule; `head_dim` is as in `roles_of`."""
     kinds = plan.kinds
     needed = [kind.shape is not None and kind.status != "placed" for kind in kinds]
     needing = (path for path in plan.folded if needed[path.group])
@@ -119,7 +119,7 @@ def units_of(plan: Plan, heads: Mapping[int, int] | None = None) -> list[Unit]:
         Unit(path, words, shapes[path.group], dims, plan.paths,
              kinds[path.group].bytes * len(path.rows))
         for path, words, dims in zip(
-            folded, _words_of(folded), roles_of(folded, shapes, heads), strict=True
+            folded, _words_of(folded), roles_of(folded, shapes, head_dim), strict=True
         )
     ]  # fmt: skip
 
@@ -375,46 +375,40 @@ def _merged(phrases: Iterable[Phrase], place: int) -> Iterator[Phrase]:
         yield group[0]._replace(words=tuple(words), units=units)
 
 
-TIGHTEST: Final = 4
-"""0: names of one family by their common end; 1: the names; 2: to the end of the path; 3: from the
-beginning of a word; 4: both."""
-
 _SPECIAL: Final = re.compile(r"([.^$*+?{}\[\]\\|()])")
-# Letters of the last part of a name, such as `norm` of `attention_norm` and `layernorm`.
-_LEAST_FAMILY: Final = 4
 _FEW: Final = 3
 
 
-def least_tightness(phrase: Phrase) -> int:
-    """Return how tight a pattern must be not to match nearly everything."""
-    letters = sum(min(map(len, word.names)) for word in phrase.words)
-    return 0 if letters >= _FEW else TIGHTEST
+def says_little(phrase: Phrase) -> bool:
+    """Tell if a pattern of the words alone would match nearly everything."""
+    return sum(min(map(len, word.names)) for word in phrase.words) < _FEW
 
 
-def pattern_of(phrase: Phrase, units: Sequence[Unit], dialect: Dialect, tightness: int) -> Pattern:
-    """Write the phrase as a regex for the dialect."""
+def pattern_of(
+    phrase: Phrase, units: Sequence[Unit], dialect: Dialect, *, is_tight: bool
+) -> Pattern:
+    """Write the phrase as a regex for the dialect; a tight one bounds it on both sides."""
     start, *rest = phrase.words
     behind = "".join(_escaped_word(word.before) + _names_of(word.names) for word in rest)
     if start.names == (_START.text,):
         return f"^{behind}$"
     is_full = dialect.match[-1] != "search"
-    regex = _names_of(start.names, is_loose=tightness == 0) + behind
-    if tightness > 2:
+    regex = _names_of(start.names, is_loose=not is_tight) + behind
+    if is_tight:
         regex = _beginning(phrase, units, is_full=is_full) + regex
-    elif is_full:
-        regex = ".*" + regex
-    return regex + "$" if tightness in (2, TIGHTEST) and not is_full else regex
+        return regex if is_full else f"{regex}$"
+    return f".*{regex}" if is_full else regex
 
 
 def _names_of(names: tuple[str, ...], *, is_loose: bool = False) -> str:
-    """Write one name; or several as alternatives, or as their common end."""
+    """Write one name; or several as alternatives, or, such as those of norms, as their end."""
     if len(names) == 1:
         return _escaped_word(names[0])
     end = "".join(_common_words([name[::-1] for name in names]))[::-1].lstrip("_")
-    is_family = len(names) >= _FEW and len(end) >= _LEAST_FAMILY
-    if is_loose and is_family and end.replace("_", "").isalpha():
-        return _escaped_word(end)
-    # The common first and last words, which underscores part.
+    is_family = len(names) >= _FEW and len(end) > _FEW and end.replace("_", "").isalpha()
+    if is_loose and is_family:
+        return end
+    # The common first and last words, which underscores part, stand outside.
     split = [name.split("_") for name in names]
     most = min(map(len, split)) - 1
     first = _common_words([words[:most] for words in split])

@@ -38,11 +38,11 @@ from shardrules._plan.codec import DIALECTS, rule_data, short
 from shardrules._plan.findings import NOTHING, Declared, Findings
 from shardrules._plan.kinds import DEFAULT_LARGE, axes_named
 from shardrules._plan.memory import hbm_bytes
-from shardrules._plan.path_words import AxisUse, projections, uses_of
+from shardrules._plan.path_words import AxisUse, uses_of
 from shardrules._plan.plan import Plan
 from shardrules._plan.planning import plan
 from shardrules._plan.suggest.draft import Draft, draft
-from shardrules._plan.suggest.patterns import TIGHTEST, Unit, units_of
+from shardrules._plan.suggest.patterns import Unit, units_of
 from shardrules._rules.dialects import EFORMER, NNX, Dialect, LogicalDialect
 from shardrules._rules.patterns import pattern_shown
 from shardrules._rules.rules import Rules
@@ -162,9 +162,8 @@ class Suggestion:
         mine, other = page.plan, self.plan
         if (len(other), other.total_bytes) != (len(mine), mine.total_bytes):
             raise ValueError(
-                f"suggestion: it is for other leaves (number {len(other):,}, bytes "
-                f"{other.total_bytes:,}) than the plan (number {len(mine):,}, bytes "
-                f"{mine.total_bytes:,}): suggest for the same model"
+                f"suggestion: it is for {counted(len(other), 'leaf')} of {other.total_bytes:,} "
+                f"bytes, the plan for {len(mine):,} of {mine.total_bytes:,}: suggest for the same"
             )
         try:
             text = self.to_toml()
@@ -272,23 +271,11 @@ def _toml_value(value: Any) -> str:
 
 
 def _toml(text: str) -> str:
-    """Write a TOML string: literally, if it can stand between apostrophes."""
-    if text.isprintable() and printable(text) == text:
-        if "\\" not in text and '"' not in text and text.replace("_", "").isalnum():
-            return f'"{text}"'
-        if "'" not in text:
-            return f"'{text}'"
-    return '"' + "".join(map(_toml_character, text)) + '"'
-
-
-def _toml_character(character: str) -> str:
-    if character in '"\\':
-        return "\\" + character
-    # A runner of a CI system would obey ##[name].
-    if character.isprintable() and character != "#":
-        return character
-    code = ord(character)
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    """Write a TOML string: literally, if backslashes or quotes would have to be escaped."""
+    if printable(text) != text or "'" in text or text.replace("_", "").isalnum():
+        escaped = text.replace("\\", r"\\").replace('"', r"\"")
+        return f'"{printable(escaped)}"'
+    return f"'{text}'"
 
 
 def _python_text(rules: Rules, heading: str, notes: Sequence[str]) -> str:
@@ -329,24 +316,22 @@ def missing_text(source: str, plan: Plan, suggestion: Suggestion, *, is_of_table
     added = [rule for rule in np.unique(suggestion.plan.rule[bare]).tolist() if rule >= 0]
     where = f"before rule {catch_alls[0]}" if catch_alls else "at the end of the list"
     lines = [printable(f"# {source}: {counted(len(added), 'rule')} to paste {where}:")]
-    suffix = Path(source).suffix
-    for (pattern, value), note in ((suggestion.rules[n], suggestion._notes[n]) for n in added):
+    for number in added:
+        rule, note = suggestion.rules[number], suggestion._notes[number]
         if is_of_tables:
-            lines += [*_toml_rule(pattern, value, note), ""]
-        elif suffix == ".toml":
-            lines += [f"# {note}", f"{json.dumps(short(rule_data(pattern, value)))},"]
-        elif suffix in (".json", ".gz"):
-            lines.append(json.dumps(short(rule_data(pattern, value))).replace("#", "\\u0023") + ",")
+            lines += [*_toml_rule(*rule, note), ""]
+        elif Path(source).suffix in (".toml", ".json", ".gz"):
+            lines.append(json.dumps(short(rule_data(*rule))).replace("#", "\\u0023") + ",")
         else:
-            lines += [f"# {note}", f"{_python_rule(pattern, value)},"]
+            lines += [f"# {note}", f"{_python_rule(*rule)},"]
     return "\n".join([*lines, ""]) if added else ""
 
 
 _AXES: Final = ("fsdp", "tp")
 _ADAM: Final = ("float32", "float32")
 _NO_TABLES: Final = (
-    "suggest writes rules of paths. For logical axis names, libraries ship a table, such as "
-    "MaxText's base.yml, which shardrules.read_rules reads"
+    "suggest writes rules of paths: give the tree itself, and a dialect of paths. For logical axis "
+    "names, libraries ship a table, such as MaxText's base.yml, which shardrules.read_rules reads"
 )
 
 
@@ -421,13 +406,7 @@ def suggest(
     if is_free and len(bare) and all(path.endswith("/value") for path in bare.paths):
         dialect = NNX
         bare = _bare_plan(model, mesh, devices, dialect)
-    heads = {
-        row: projection.head
-        for projection in projections(bare, size)
-        if projection.head is not None
-        for row in projection.folded.rows.tolist()
-    }
-    units = units_of(bare, heads)
+    units = units_of(bare, size)
     if devices is not None:
         over = _default_axes(units) if axes is None else strings("axes", axes)
         # Rules that use all axes, whatever their sizes will be.
@@ -452,16 +431,11 @@ def suggest(
 
 def _dialect_for(model: Any, dialect: Any) -> Dialect:
     """Return the dialect of the rules: that which is given, or the plan's."""
-    planned = model.rules.dialect if isinstance(model, Plan) else None
-    if isinstance(dialect, LogicalDialect):
-        raise TypeError(f"dialect: {dialect.name} is for logical axis names, and {_NO_TABLES}")
-    if isinstance(planned, LogicalDialect):
-        raise TypeError(
-            f"model: the plan has rules for logical axis names, and {_NO_TABLES}; for rules of "
-            "paths give the tree itself"
-        )
+    planned = model.rules.dialect if isinstance(model, Plan) else EFORMER
+    if isinstance(planned, LogicalDialect) or isinstance(dialect, LogicalDialect):
+        raise TypeError(_NO_TABLES)
     check_type("dialect", dialect, Dialect | None, "a Dialect, such as shardrules.dialects.EASYLM")
-    return dialect or planned or EFORMER
+    return dialect or planned
 
 
 def _bare_plan(
@@ -484,8 +458,8 @@ def _bare_plan(
 
 def _decided_rows(model: Any, current: Plan, units: list[Unit]) -> tuple[Draft, Plan]:
     """Write rules, and plan the leaves under them so that each is decided by its own."""
-    for tightness in (0, TIGHTEST):
-        written = draft(current, units, tightness)
+    for is_tight in (False, True):
+        written = draft(current, units, is_tight=is_tight)
         # The tree itself decides: paths as texts may hide where a key ends.
         is_plan, rules = isinstance(model, Plan), written.rules
         result = current.with_rules(rules) if is_plan else plan(model, rules, current.mesh)

@@ -32,7 +32,7 @@ from shardrules._plan.plan import Plan
 from shardrules._plan.planning import plan as plan_by_rules
 from shardrules._plan.report import Page
 from shardrules._plan.suggest.draft import draft_of_specs
-from shardrules._plan.suggest.patterns import TIGHTEST, units_of
+from shardrules._plan.suggest.patterns import units_of
 from shardrules._plan.suggest.suggest import CutReason, Reason, Suggestion
 from shardrules._program.solve.candidates import (
     Candidate,
@@ -447,8 +447,8 @@ def with_specs(plan: Plan, specs: Mapping[str, Entries | RuleSpec]) -> Plan:
     bare = plan.with_rules(Rules((), replace(dialect, unmatched="error")))
     units = units_of(bare)
     wrong = ""
-    for tightness in (0, TIGHTEST):
-        result = bare.with_rules(draft_of_specs(units, specs, dialect, tightness).rules)
+    for is_tight in (False, True):
+        result = bare.with_rules(draft_of_specs(units, specs, dialect, is_tight=is_tight).rules)
         wrong = next(_wrong(result, specs), "")
         if not wrong:
             return result
