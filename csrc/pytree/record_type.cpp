@@ -119,6 +119,7 @@ Ref RecordType::with_attributes(Ref* values) const {
 Ref RecordType::make(Ref* values) const {
     switch (layout_) {
         case RecordLayout::kCall: return call(values);
+        case RecordLayout::kFields:
         case RecordLayout::kAttributes: return with_attributes(values);
         case RecordLayout::kVariable: return variable(values);
     }

@@ -14,7 +14,8 @@ namespace shardrules::pytree {
 // How a node is read and rebuilt; Python's name for it is shardrules._core.RecordLayout.
 enum class RecordLayout : std::uint8_t {
     kCall,        // type(**attributes), what is carried over first
-    kAttributes,  // a new object with exactly these attributes in its __dict__, children first
+    kFields,      // a new object whose attributes are set, children first
+    kAttributes,  // the same, of nodes whose __dict__ is exactly these attributes
     kVariable,    // type._new(child, metadata with sorted keys), as flax nnx Variables
 };
 inline constexpr RecordLayout kLastRecordLayout = RecordLayout::kVariable;

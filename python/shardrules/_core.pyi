@@ -16,8 +16,9 @@ class RecordLayout(enum.IntEnum):
     """How nodes of a record type are read and rebuilt; see csrc/pytree/record_type.hpp."""
 
     CALL = 0
-    ATTRIBUTES = 1
-    VARIABLE = 2
+    FIELDS = 1
+    ATTRIBUTES = 2
+    VARIABLE = 3
 
 @final
 class SpecTable(Answers):

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
+from types import CodeType, FunctionType
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -38,6 +39,9 @@ _JAX_DATACLASS: Final = {
     for prefix in ("", "_")
 }
 
+# What a function does; the rest of its code says where it was written.
+_CODE: Final = ("co_code", "co_consts", "co_names", "co_varnames", "co_freevars", "co_cellvars")
+
 _known: WeakKeyDictionary[type, Record] = WeakKeyDictionary()
 
 
@@ -57,6 +61,8 @@ def registration(
         if record is None or not _is_record(record, example, unflatten):
             return unflatten, None
         _known[node_type] = record
+    if record.layout is RecordLayout.CALL and _constructor_sets_fields(node_type, record):
+        record = record._replace(layout=RecordLayout.FIELDS)
     return unflatten, record
 
 
@@ -72,6 +78,35 @@ def _record_of(node_type: type, unflatten: Callable[..., Any]) -> Record | None:
         if _full_name(unflatten.func) == ("flax.nnx.variablelib", "_variable_unflatten"):
             return _nnx_variable(node_type)
     return None
+
+
+def _constructor_sets_fields(node_type: Any, record: Record) -> bool:
+    """Return whether type(**everything) does nothing but set each attribute, in the record's order.
+
+    That is so if its `__init__` is what `dataclasses` makes of plain fields of these names.
+    """
+    plain_type: Any = object
+    init = vars(node_type).get("__init__")
+    names = (*record.children, *record.rest)
+    if type(node_type) is not type or node_type.__new__ is not plain_type.__new__:
+        return False
+    if not isinstance(init, FunctionType) or init.__code__.co_varnames[1:] != names:
+        return False
+    cells = init.__closure__ or ()  # a frozen one holds `object`, to ask it for __setattr__
+    plain = _plain_init(names, bool(cells))
+    if any(getattr(init.__code__, part) != getattr(plain, part) for part in _CODE):
+        return False
+    if cells:
+        return all(cell.cell_contents is object for cell in cells)
+    return node_type.__setattr__ is plain_type.__setattr__
+
+
+@functools.lru_cache(256)
+def _plain_init(names: tuple[str, ...], frozen: bool) -> CodeType:
+    fields = [(name, object) for name in names]
+    plain: Any = dataclasses.make_dataclass("Plain", fields, frozen=frozen)
+    code: CodeType = plain.__init__.__code__
+    return code
 
 
 def _is_of_equinox(function: Callable[..., Any], node_type: type) -> bool:
