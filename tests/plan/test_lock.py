@@ -79,25 +79,22 @@ TREE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("dialect", "rules"),
-    [
-        ("EFORMER", [("wq|wk", P("fsdp", "tp")), (".*", P())]),
-        ("EASYLM", [("wq|wk", ("fsdp", "tp")), (".*", None)]),
-        ("SPECTRAX", [("wq|wk", P(("fsdp", "tp"), None)), ("x", "dp"), (".*", P())]),
-        ("KERAS", [(".*wq", P(None, "tp")), (".*q", P("dp")), ("layers/0/b", None)]),
-        ("KEYSTR", [(r"\['wq'\]", P(("fsdp", "dp"), "tp")), (".*", P())]),
-        ("NNX", [("wq|wk", P("fsdp", "tp")), (".*", P())]),
-    ],
-)
-def test_dialects(dialect, rules):
-    dialect = getattr(sr.dialects, dialect)
-    plan = sr.plan(TREE, sr.Rules(rules, dialect), MESH)
+DIALECTS = {
+    "EFORMER": [("wq|wk", P("fsdp", "tp")), (".*", P())],
+    "EASYLM": [("wq|wk", ("fsdp", "tp")), (".*", None)],
+    "SPECTRAX": [("wq|wk", P(("fsdp", "tp"), None)), ("x", "dp"), (".*", P())],
+    "KERAS": [(".*wq", P(None, "tp")), (".*q", P("dp")), ("layers/0/b", None)],
+    "KEYSTR": [(r"\['wq'\]", P(("fsdp", "dp"), "tp")), (".*", P())],
+    "NNX": [("wq|wk", P("fsdp", "tp")), (".*", P())],
+}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_dialects(dialect):
+    plan = sr.plan(TREE, sr.Rules(DIALECTS[dialect], getattr(sr.dialects, dialect)), MESH)
     back = check_round_trip(plan)
     assert [pattern for pattern, _ in back.rules] == [pattern for pattern, _ in plan.rules]
-    assert [back.explain(p).kind.rule for p in plan.paths] == [plan.explain(p).kind.rule for p in plan.paths]
-    assert back.coverage.dead == plan.coverage.dead
-    assert back.coverage.matched == plan.coverage.matched
+    assert back.coverage == plan.coverage
 
 
 def test_corrections_units_and_flags():
@@ -136,13 +133,6 @@ def test_specs_that_are_made_from_shapes():
         "- '.*' -> fsdp('fsdp', min_bytes=4194304, min_rank=3), units=(2,)",
         "+ '.*' -> fsdp('fsdp', min_bytes=4194304), units=(2,)",
     )
-
-
-def test_a_flag_that_only_prints_is_left_out(capfd):
-    plan = sr.plan({"w": array(4)}, [(re.compile("w", re.DEBUG), None)], MESH)
-    assert "LITERAL" in capfd.readouterr().out
-    sr.Plan.from_lock(plan.lock())
-    assert capfd.readouterr().out == ""
 
 
 def test_problems_are_locked_too():
@@ -185,16 +175,6 @@ def test_the_kind_of_reduction_that_is_left():
     assert other.fingerprint() != plan.fingerprint()
 
 
-def test_a_lock_of_unreduced_axes_knows_an_explicit_mesh():
-    explicit = (jax.sharding.AxisType.Explicit,) * 2
-    mesh = jax.make_mesh((4, 2), ("dp", "tp"), axis_types=explicit)
-    plan = sr.plan({"w": array(4, 4)}, [("w", P("dp", unreduced={"tp"}))], mesh)
-    back = sr.Plan.from_lock(plan.lock())
-    assert "is not Explicit" in str(back.check())  # those of a lock are sizes alone
-    assert "is not Explicit" not in str(back.on_mesh(mesh).check())
-    assert back.on_mesh(mesh).shardings() == plan.shardings()
-
-
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -223,12 +203,6 @@ HOSTILE = ["{", "}", "{{0}}", "{0..9}", "a{1}b", '"', "'", "\\", "\\0", "\0", "\
                        st.integers(1, 3), max_size=12))  # fmt: skip
 def test_any_names(sizes):
     check_round_trip(sr.plan({name: array(size) for name, size in sizes.items()}, [("[0w]", "tp")], {"tp": 2}))
-
-
-def test_leaves_with_the_same_path_are_told_apart_by_nothing():
-    plan = sr.plan({"a/b": array(4), "a": {"b": array(4)}}, [("", "tp")], MESH)
-    with pytest.raises(ValueError, match="two leaves have the path 'a/b'"):
-        plan.lock()
 
 
 def test_files(tmp_path):
@@ -410,15 +384,6 @@ class TestDiff:
         assert [row.moves for row in before.diff(other)] == [True]
         assert [row.moves for row in before.diff(sr.plan({}, [], mesh))] == [None]
 
-    def test_the_rule_that_decides_alone(self, monkeypatch):
-        tree = {"a": array(8), "b": array(8)}
-        rules = [("a", "tp"), ("", "tp")]
-        content = json.loads(sr.plan(tree, rules, MESH).lock())
-        content["leaves"][0]["rule"] = 1
-        monkeypatch.setattr(locks, "_digest", lambda *_: content["digest"])
-        diff = sr.plan(tree, rules, MESH).diff(sr.Plan.from_lock(json.dumps(content)))
-        assert diff.rules == ("which rule decides 1 leaf",)
-
     @pytest.mark.parametrize(
         ("other", "rules", "told"),
         [
@@ -511,22 +476,10 @@ def test_what_was_changed_by_hand(edit):
         sr.Plan.from_lock(edited(edit))
 
 
-@pytest.mark.parametrize(("number", "version"), [(1, "0.1"), (2, "0.3")])
-def test_a_lock_of_an_older_version_is_to_be_made_again(number, version):
-    text = edited(setting("format", f"shardrules lock {number}"))
-    message = rf"lock {number}', of shardrules {version}, .*; make the lock again with Plan\.lock or"
-    with pytest.raises(sr.FileError, match=message) as caught:
-        sr.Plan.from_lock(text)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [LOCK.replace('"mesh": {', '"mesh": {"tp": 1, ', 1), LOCK.replace('"rules": [', '"rules": [], "rules": [', 1)],
-    ids=range(2),
-)
-def test_keys_that_are_there_twice(text):
+@pytest.mark.parametrize("there", ['"mesh": {', '"rules": ['])
+def test_keys_that_are_there_twice(there):
     """Python's reader takes the last, a reviewer reads the first."""
+    text = LOCK.replace(there, f"{there.split(':')[0]}: [], {there}", 1)
     assert json.loads(text) == json.loads(LOCK)
     with pytest.raises(sr.FileError, match="is there twice in one object"):
         sr.Plan.from_lock(text)
@@ -553,13 +506,7 @@ def test_patterns_that_stand_for_too_much(pattern):
 
 
 @pytest.mark.parametrize(
-    ("most", "pattern"),
-    [
-        ("{0..999998}" + "x" * 80, "{0..999999}" + "x" * 90),
-        ("{0..999998}" + "é" * 8, "{0..999999}" + "\U0001f600" * 9),
-        ("{0..8}" + "x" * 10**6, "{0..9}" + "x" * 10**7),
-    ],
-    ids=range(3),
+    ("most", "pattern"), [("{0..9}" + "x" * 10**6, "{0..9}" + "x" * 10**7), ("{0..899999}", "{0..999999}")]
 )
 def test_paths_that_are_too_long_together(most, pattern):
     """A million of them may be read, or a few of megabytes: their text is what fills memory."""
@@ -596,12 +543,15 @@ def test_many_leaves_together():
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (setting("format", "shardrules lock 4"), "its format is not 'shardrules lock 3'"),
-        (setting("format", ["shardrules lock 3"]), "its format is not"),
+        (
+            setting("format", "shardrules lock 2"),
+            "its format is 'shardrules lock 2' .*, and this reads 'shardrules lock 3'",
+        ),
+        (setting("format", ["shardrules lock 3"]), "its format is"),
         (setting("more", 1), "key 'more' is unknown"),
         (setting("messh", {}), "key 'messh' is unknown; did you mean 'mesh'"),
         (removing("digest"), "digest is missing"),
-        (removing("format"), "its format is not"),
+        (removing("format"), "its format is None"),
         (removing("mesh"), "mesh is missing"),
         (setting("mesh", "tp", 0), "the size of the mesh axis 'tp' is 0"),
         (setting("mesh", {}), "a mesh without axes"),
@@ -725,17 +675,3 @@ def test_mutated_locks_are_file_errors_or_plans(mutations):
     check_round_trip(plan)
     for path in plan.paths:
         str(plan.explain(path))
-
-
-@pytest.mark.parametrize("text", ["\ud83d\ude00", "a\ud800\udc00/1"])
-def test_adjacent_lone_surrogates_are_refused(text):
-    """JSON's reader makes one character of them: the lock would not come back."""
-    assert json.loads(json.dumps(text)) != text
-    tree = {text: array(8)}
-    with pytest.raises(ValueError, match="a lock cannot hold adjacent lone surrogates"):
-        sr.plan(tree, [(".*", ())], {"tp": 2}).lock()
-    with pytest.raises(ValueError, match="a lock cannot hold adjacent lone surrogates"):
-        sr.plan({"a": array(8)}, [(text, ()), (".*", ())], {"tp": 2}).lock()
-    for held in ("\ude00\ud83d", "\ud83d", "\U0001f600"):
-        plan = sr.plan({held: array(8)}, [(".*", ())], {"tp": 2})
-        assert sr.Plan.from_lock(plan.lock()).paths == [held]

@@ -252,7 +252,7 @@ def test_axes_are_proposed_that_few_heads_share():
     rules = sr.Rules([("wk", P("fsdp", "tp"))], correction=sr.Correction(indivisible="prefix"))
     rows = sr.plan(heads, rules, {"fsdp": 2, "tp": 16}).sweep(devices=32)
     (note,) = rows.notes
-    assert note.startswith("8 heads on tp=16: put kv=8, rep=2 in the mesh in place of tp=16: ")
+    assert note.startswith("few heads on tp=16: put kv=8, rep=2 in the mesh in place of tp=16: ")
     assert note in str(rows[:1])
     shared = sr.plan(heads, rules.with_axes({"tp": ("kv", "rep")}), {"fsdp": 2, "kv": 8, "rep": 2})
     assert shared.sweep([{"fsdp": 2, "kv": 8, "rep": 2}, {"fsdp": 4, "kv": 8, "rep": 1}]).notes == []

@@ -263,65 +263,30 @@ def plans(tree=None, rules=((".", "a"),), mesh=None, **policy):
     return sr.plan(tree, sr.Rules(rules, **policy), mesh or {"a": 4})
 
 
-@pytest.mark.parametrize(
-    ("other", "fragments"),
-    [
-        pytest.param(
-            plans({"params": {"w": array(8, 4), "v": array(8)}}),
-            ["4 leaves of the two plans are not the same", "plan.transfer(plan.on_mesh(mesh))",
-             "  w: not in other", "  params/w: only in other"],
-            id="paths",
-        ),
-        pytest.param(
-            plans({"w": array(8, 4, dtype="bfloat16"), "v": array(8)}),
-            ["other: 1 leaf of", "  w: [8, 4] float32 in this plan, [8, 4] bfloat16 in other"],
-            id="dtype",
-        ),
-        pytest.param(
-            plans({"w": array(4, 8), "v": 1}),
-            ["  w: [8, 4] float32 in this plan, [4, 8] float32 in other",
-             "  v: [8] float32 in this plan, not an array in other"],
-            id="shape",
-        ),
-        pytest.param(
-            plans(rules=[("w", "a")]),
-            ["other: leaves get no sharding", "no rule matches 1 leaf"],
-            id="unmatched",
-        ),
-        pytest.param(
-            plans(rules=[(".", "b")], correction=LibraryCorrection(absent="keep")),
-            ["other: leaves get no sharding", "the mesh has no axis 'b'"],
-            id="absent",
-        ),
-        pytest.param(
-            plans(rules=[("v", "a"), ("w", P(P.UNCONSTRAINED))]),
-            ["other: w has P(UNCONSTRAINED", "XLA chooses", "give them axes, or None"],
-            id="unconstrained",
-        ),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_moved(other, fragments):
+BF16 = {"w": array(8, 4, dtype="bfloat16"), "v": array(8)}
+NOT_MOVED = {
+    "paths": (plans({"params": {"w": array(8, 4), "v": array(8)}}), (
+        "4 leaves of the two plans are not the same", "plan.transfer(plan.on_mesh(mesh))",
+        "  w: [8, 4] float32 in this plan, no leaf in other", "  params/w: no leaf in this plan")),
+    "dtype": (plans(BF16), ("other: 1 leaf of", "  w: [8, 4] float32 in this plan, [8, 4] bfloat16 in other")),
+    "shape": (plans({"w": array(8, 4), "v": 1}), ("  v: [8] float32 in this plan, not an array in other",)),
+    "unmatched": (plans(rules=[("w", "a")]), ("other: leaves get no sharding", "no rule matches 1 leaf")),
+    "absent": (plans(rules=[(".", "b")], correction=LibraryCorrection(absent="keep")), (
+        "other: leaves get no sharding", "the mesh has no axis 'b'")),
+    "unconstrained": (plans(rules=[("v", "a"), ("w", P(P.UNCONSTRAINED))]), (
+        "other: w has P(UNCONSTRAINED", "XLA chooses", "give them axes, or None")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOT_MOVED)
+def test_what_cannot_be_moved(case):
+    other, fragments = NOT_MOVED[case]
     with pytest.raises(ValueError) as error:  # noqa: PT011 the fragments say which
         plans().transfer(other)
     for fragment in fragments:
         assert fragment in str(error.value)
-    if "leaves" not in fragments[0].split(" of ")[0]:
-        with pytest.raises(ValueError, match=r"this plan: (leaves get no sharding|w has)|not the same"):
-            other.transfer(plans())
-
-
-def test_only_the_first_leaves_that_differ_are_listed():
-    mine = {f"x{chr(97 + i)}": array(i + 1) for i in range(20)}
-    other = {"params": {**mine, "xa": array(9)}, "xa": array(8), "xb": array(8)}
-    with pytest.raises(ValueError, match="40 leaves of") as error:
-        plans(mine).transfer(plans(other))
-    _, *lines = str(error.value).splitlines()
-    assert lines[:2] == [
-        "    xa: [1] float32 in this plan, [8] float32 in other",
-        "    xb: [2] float32 in this plan, [8] float32 in other",
-    ]
-    assert lines[2:-1] == [f"    x{chr(99 + i)}: not in other" for i in range(len(lines) - 3)]
-    assert lines[-1].endswith("more paths")
+    with pytest.raises(ValueError, match=r"this plan: (leaves get no sharding|w has)|not the same"):
+        other.transfer(plans())
 
 
 def test_unreduced_leaves_are_not_moved():

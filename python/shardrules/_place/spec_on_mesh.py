@@ -347,7 +347,7 @@ class SpecOnMesh:
         best = max(parts, key=parts.__getitem__)
         if parts[best] > self._parts(self._correction.indivisible, lost.dim, shape):
             fix += f", or let Correction(indivisible={best!r}) cut it into {parts[best]} parts"
-        elif heads := self._shared(lost, shape):
+        elif heads := self.few_heads(lost, shape):
             fix += f", or {heads}"
         elif self.is_error(lost):
             fix += ", or leave it whole with Correction(indivisible='drop')"
@@ -368,9 +368,11 @@ class SpecOnMesh:
         dim = max(free, key=shape.__getitem__)
         return f"leave it whole, or cut dim {dim} of size {shape[dim]} instead"
 
-    def _shared(self, lost: LostAxes, shape: tuple[int, ...]) -> str:
+    def few_heads(self, lost: LostAxes, shape: tuple[int, ...]) -> str:
         """Return the advice for fewer heads than an axis has devices; "" if it is none."""
-        if self._shape_is_derived or type(shape[lost.dim]) is not int:  # a rank, or symbolic
+        if (
+            lost.kind != "indivisible" or self._shape_is_derived or type(shape[lost.dim]) is not int
+        ):  # a rank, or symbolic
             return ""
         heads, beyond = divmod(shape[lost.dim], self.units[lost.dim])
         if len(lost.axes) != 1 or len(self._axes[lost.dim]) > 1 or beyond:

@@ -30,20 +30,14 @@ if TYPE_CHECKING:
     AnyRules = Rules | LogicalRules
 
 
-_ROWS_HASHED_AT_ONCE: Final = 1000
-
-
 def plan_fingerprint(plan: Plan) -> str:
     """Digest what each leaf gets on which mesh, whatever the order of the leaves."""
     texts = [f"\t{kind_written(kind)}\n" for kind in plan.kinds]
     rows = map(texts.__getitem__, plan.kind_of.tolist())
     # With its tabs and newlines escaped no path can pass for a row of something else.
     ordered = sorted(map(operator.add, map(ascii, plan.paths), rows))
-    digest = hashlib.sha256(ascii(plan.axis_sizes).encode())
-    for begin in range(0, len(ordered), _ROWS_HASHED_AT_ONCE):
-        text = "".join(ordered[begin : begin + _ROWS_HASHED_AT_ONCE])
-        digest.update(text.encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()
+    text = "".join([ascii(plan.axis_sizes), *ordered])
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def kind_written(kind: Kind) -> str:
@@ -89,15 +83,10 @@ def paired(before: Plan, after: Plan) -> Pairs:
     kinds_after = np.concatenate([kinds_after, after.kind_of[new]])
     width = len(after.kinds) + 1
     numbers, group_of = np.unique((kinds_before + 1) * width + kinds_after + 1, return_inverse=True)
-    groups = [
-        Pair(_kind_of_pair(before, number // width - 1), _kind_of_pair(after, number % width - 1))
-        for number in numbers.tolist()
-    ]
+    kinds = (*before.kinds, None), (*after.kinds, None)
+    places = [(number // width - 1, number % width - 1) for number in numbers.tolist()]
+    groups = [Pair(kinds[0][first], kinds[1][second]) for first, second in places]
     return Pairs(paths, group_of.astype(np.int32), groups)
-
-
-def _kind_of_pair(plan: Plan, number: int) -> Kind | None:
-    return None if number < 0 else plan.kinds[number]
 
 
 _MOST_LINES: Final = 40
@@ -193,15 +182,11 @@ def _kind_json(kind: Kind | None) -> dict[str, Any] | None:
 
 def plan_diff(before: Plan, after: Plan) -> PlanDiff:
     paths, group_of, groups = paired(before, after)
-    counts = np.bincount(group_of).tolist()
-    changed: dict[int, Pair] = {}
-    decided_otherwise = 0
-    for number, (pair, count) in enumerate(zip(groups, counts, strict=True)):
-        a, b = pair
-        if a is None or b is None or not _is_alike(a, b):
-            changed[number] = pair
-        elif a.deciders != b.deciders:
-            decided_otherwise += count
+    changed = {
+        number: pair
+        for number, pair in enumerate(groups)
+        if pair.before is None or pair.after is None or not _is_alike(pair.before, pair.after)
+    }
     kept = np.flatnonzero(np.isin(group_of, list(changed)))
     folded = fold([paths[row] for row in kept], group_of[kept])
     device_bytes = before.bytes_per_device(), after.bytes_per_device()
@@ -213,7 +198,7 @@ def plan_diff(before: Plan, after: Plan) -> PlanDiff:
         ),
         mesh=(before.axis_sizes, after.axis_sizes),
         bytes=(device_bytes[0].max, device_bytes[1].max),
-        rules=tuple(_rules_changed(before.rules, after.rules, decided_otherwise)),
+        rules=tuple(_rules_changed(before.rules, after.rules)),
         host_bytes=(device_bytes[0].host, device_bytes[1].host),
     )
 
@@ -233,7 +218,7 @@ def _is_moved(pair: Pair, before: Plan, after: Plan) -> bool | None:
     return meshes[0] != meshes[1] or specs[0] != specs[1] or a.memory_kind != b.memory_kind
 
 
-def _rules_changed(before: AnyRules, after: AnyRules, decided_otherwise: int) -> Iterator[str]:
+def _rules_changed(before: AnyRules, after: AnyRules) -> Iterator[str]:
     """Yield the differences of the rules: lines of a diff."""
     if type(before) is not type(after):
         yield "paths or logical axis names decide"
@@ -243,8 +228,6 @@ def _rules_changed(before: AnyRules, after: AnyRules, decided_otherwise: int) ->
     changes = [f"{line[0]} {line[1:]}" for line in lines if not line.startswith("@@")]
     yield from changes[:_MOST_LINES]
     yield from and_more(len(changes), _MOST_LINES, "line")
-    if not changes and decided_otherwise:
-        yield f"which rule decides {counted(decided_otherwise, 'leaf')}"
 
 
 def _rules_text(rules: AnyRules) -> list[str]:

@@ -29,7 +29,6 @@ _MOST_CANDIDATES: Final = 10
 _WILDCARDS: Final = {"*": ".*", "?": "."}
 # Components of a path begin or end with one of these, in all dialects.
 _SEPARATORS: Final = "/.[]"
-_COMPONENT: Final = re.compile(r"[^/.\[\]'\"]+")
 
 
 class Folded(NamedTuple):
@@ -242,29 +241,25 @@ def _range(run: str) -> range:
     return numbers
 
 
-def expanded(pattern: str, most: int, most_text: int) -> list[str]:
-    """List the paths that a folded pattern stands for."""
-    characters = text_length(pattern)
+def expanded(pattern: str, most_text: int) -> list[str]:
+    """List the paths that a folded pattern stands for, if they cost no more than that."""
     choices: list[list[str]] = []
-    count = 1
+    left = most_text // path_cost(pattern)
     for text, numbers in parts_of(pattern):
-        if numbers is None:
-            choices.append([text])
-            continue
-        runs = runs_of(numbers)
+        runs = [] if numbers is None else runs_of(numbers)
         # Not `len`, which is for numbers of 63 bits.
-        count *= sum(run.stop - run.start for run in runs)
-        if count > most or count * characters > most_text:
-            raise ValueError(f"{shown(pattern)} stands for more leaves than a lock may have")
-        choices.append([str(number) for run in runs for number in run])
-    if count > most or count * characters > most_text:
-        raise ValueError("there are more leaves than a lock may have")
+        left //= max(1, sum(run.stop - run.start for run in runs))
+        if not left:
+            break
+        choices.append([str(number) for run in runs for number in run] or [text])
+    if not left:
+        raise ValueError(f"{shown(pattern)} stands for more leaves than a lock may have")
     return ["".join(texts) for texts in itertools.product(*choices)]
 
 
-def text_length(path: str) -> int:
-    """Count the characters of the path, non-ASCII ones escaped."""
-    return len(path) if path.isascii() else len(ascii(path))
+def path_cost(path: str) -> int:
+    """Count the characters of a path, and what it takes beside them."""
+    return 100 + len(path)
 
 
 class _PathError(KeyError):
@@ -292,7 +287,7 @@ def row_of(plan: Plan, path: str) -> int:
 
 
 def find(plan: Plan, path: str) -> PathMatch:
-    """Return the leaves of this path, which may be folded, a glob, the end of paths or inside them.
+    """Return the leaves of this path, which may be folded, a glob, or the end of paths.
 
     Raises:
         KeyError: No leaf has this path, or leaves of several folded paths have it; the message has
@@ -328,32 +323,17 @@ def _exact_match(plan: Plan, path: str) -> PathMatch | None:
 
 
 def _rows_like(path: str, plan: Plan) -> list[int]:
-    """Return the rows of the paths that this one fits as a whole, or else at their end, or inside.
-
-    A set of numbers is that of a folded path. Inside components count alone, as another dialect may
-    have written the path.
-    """
+    """Return the rows of the paths that this one fits as a whole, or else at their end."""
     regex = "".join(_WILDCARDS.get(char) or re.escape(char) for char in re.sub(r"\*+", "*", path))
     # An end begins with a component: before a separator, or after one.
     begin = "" if path[0] in _SEPARATORS else f"[{re.escape(_SEPARATORS)}]"
-    searches = [rf"\A(?:{regex})\Z", rf"{begin}(?:{regex})\Z"]
-    if (components := _COMPONENT.findall(path)) and not re.search(r"[*?{}]", path):
-        between = r"[/.\[\]'\"]+"
-        inside = between.join(map(re.escape, components))
-        searches.append(rf"(?:\A|{between})(?:{inside})(?:\Z|{between})")
-    for searched in searches:
+    for searched in (rf"\A(?:{regex})\Z", rf"{begin}(?:{regex})\Z"):
         fits = re.compile(searched, re.DOTALL).search
-        rows = [row for row, other in enumerate(plan.paths) if fits(other)]
-        if not rows and "{" in path:
-            rows = [row for of in plan.folded if fits(of.pattern) for row in of.rows.tolist()]
-        if rows:
+        if rows := [row for row, other in enumerate(plan.paths) if fits(other)]:
             return rows
     return []
 
 
 def _no_such_path(plan: Plan, path: str) -> str:
-    patterns = [folded.pattern for folded in plan.folded]
-    components = set(_COMPONENT.findall(path))
-    sharing = [other for other in patterns if components & set(_COMPONENT.findall(other))]
-    near = near_shown(path, patterns) or near_shown(path, sharing, least=0)
+    near = near_shown(path, [folded.pattern for folded in plan.folded])
     return f"no leaf has the path {brief(path)}{near or '; plan.paths lists them'}"

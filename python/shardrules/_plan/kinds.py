@@ -65,6 +65,8 @@ class Loss(NamedTuple):
     is_shared: bool = False
     """Whether the other axes cut the dimension into single units, such as KV heads: then devices
     along these share them."""
+    few_heads: str = ""
+    """The mesh on which devices would share units so few as KV heads; "" if it is no such loss."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -302,7 +304,8 @@ def loss_of(rule_spec: SpecOnMesh, lost: LostAxes, shape: tuple[int, ...]) -> Lo
     """Return the loss of these axes by an array of this shape; its bytes are 0 still."""
     words, is_error = rule_spec.message_and_fix(lost, shape), rule_spec.is_error(lost)
     axes = rule_spec.suggested_axes(lost), rule_spec.dropped_with(lost)
-    return Loss(*lost, *axes, 0, *words, is_error, rule_spec.is_shared(lost, shape))
+    heads = rule_spec.is_shared(lost, shape), rule_spec.few_heads(lost, shape)
+    return Loss(*lost, *axes, 0, *words, is_error, *heads)
 
 
 def _axes_lost(loss: Loss, losses: tuple[Loss, ...], by_rule: Spec | None) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from shardrules._base.arguments import checked_sizes
 from shardrules._base.io import FileError, parse_json, read_bytes
 from shardrules._base.rule_specs import check_memory_kind
 from shardrules._base.specs import Entries, entries_of, entry_axes, spec_shown
-from shardrules._base.text import brief, mesh_shown, shown
+from shardrules._base.text import brief, counted, mesh_shown, shown
 from shardrules._plan.align import check_distinct
 from shardrules._plan.codec import (
     FileTable,
@@ -35,7 +34,7 @@ from shardrules._plan.codec import (
     rules_of,
     spec_data,
 )
-from shardrules._plan.fold import expanded, text_length
+from shardrules._plan.fold import expanded, path_cost
 from shardrules._plan.kinds import WITHOUT_RULE, Fit, Kind, dtype_shown, kind_of, problem_shown
 from shardrules._plan.leaves import (
     AMBIGUOUS,
@@ -51,14 +50,9 @@ if TYPE_CHECKING:
     from shardrules._plan.resolve import OnMesh, SizedMesh
 
 FORMAT: Final = "shardrules lock 3"
-_OLD_FORMATS: Final = {"shardrules lock 1": "0.1", "shardrules lock 2": "0.3"}
-MOST_LEAVES: Final = 10**6
-"""Ten times those of the largest models; a few characters of a pattern must not fill the memory."""
 MOST_TEXT: Final = 10**8
-"""Characters of all paths, non-ASCII ones escaped: to read so many takes 400 MB."""
+"""Characters of all paths: a few of a pattern must not fill the memory."""
 _FIX: Final = "; make the lock again with Plan.lock or shardrules plan --lock"
-# JSON's reader takes the two for the one character that they would stand for.
-_ADJACENT_SURROGATES: Final = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _PROBLEMS: Final = {"unmatched": UNMATCHED, "ambiguous": AMBIGUOUS}
 
 
@@ -91,15 +85,19 @@ class _LeafTable(FileTable, kw_only=True):
 
 def lock_text(plan: Plan) -> str:
     """Write `Plan.lock`."""
-    _check_lockable(plan.paths)
-    folded = sorted(plan.folded, key=lambda siblings: siblings.pattern)
-    leaf_texts = [checked_json(_leaf_data(kind)).removeprefix("{") for kind in plan.kinds]
-    leaves = [
-        f'{{"path": {checked_json(siblings.pattern)}, {leaf_texts[siblings.group]}'
-        for siblings in folded
-    ]
+    if (characters := sum(map(path_cost, plan.paths))) > MOST_TEXT:
+        raise ValueError(
+            f"{counted(len(plan.paths), 'leaf')} are too many for a lock: their paths "
+            f"count as {characters:,} characters, of at most {MOST_TEXT:,}"
+        )
+    check_distinct(plan.paths, "a lock tells leaves apart by their paths")
+    leaf_texts = [json.dumps(_leaf_data(kind)).removeprefix("{") for kind in plan.kinds]
+    folded = sorted([(siblings.pattern, siblings.group) for siblings in plan.folded])
+    encoded = map(json.JSONEncoder().encode, [pattern for pattern, _ in folded])
+    pairs = zip(encoded, folded, strict=True)
+    leaves = [f'{{"path": {path}, {leaf_texts[group]}' for path, (_, group) in pairs]
     data = rules_data(plan.rules)
-    rules = list(map(checked_json, data.pop("rules")))
+    rules = list(map(json.dumps, data.pop("rules")))
     head = {"mesh": plan.axis_sizes, **data}
     digest = _digest(json.loads(lines_of(head, rules=rules, leaves=leaves)))
     return lines_of({"format": FORMAT, "digest": digest, **head}, rules=rules, leaves=leaves)
@@ -111,38 +109,43 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest).encode()).hexdigest()
 
 
-def _check_lockable(paths: list[str]) -> None:
-    if len(paths) > MOST_LEAVES:
-        raise ValueError(f"a lock holds at most {MOST_LEAVES:,} leaves, not {len(paths):,}")
-    characters = sum(map(text_length, paths))
-    if characters > MOST_TEXT:
-        raise ValueError(
-            f"a lock holds paths of at most {MOST_TEXT:,} characters together, not {characters:,}"
-        )
-    check_distinct(paths, "a lock tells leaves apart by their paths")
-
-
 def read_lock(data: bytes, name: str) -> tuple[OnMesh, dict[str, int]]:
     """Read what puts a plan on its mesh, and the mesh, from a lock's content."""
     content = parse_json(Path(name), data)
     with naming(name, _FIX):
-        _check_format(content)
+        form = content.get("format") if isinstance(content, dict) else None
+        if form != FORMAT:
+            raise ValueError(f"its format is {shown(form)}, and this reads {FORMAT!r}")
         table = record_of("", content, _PlanLock, "it")
         digest = _digest(content)
         axis_sizes = checked_sizes(table.mesh)
         rules = rules_of(table, read_dialect(table.dialect, is_logical=table.is_logical))
-        leaves = _Leaves(len(rules), axis_sizes)
-        for number, leaf in enumerate(table.leaves):
-            leaves.add(f"leaves[{number}]: ", leaf)
-            table.leaves[number] = None  # what is made of it takes its place in the memory
-        tree = {path: row for row, path in enumerate(leaves.paths)}
-        numbers = np.array(leaves.kind_of, np.int32)
-        if len(tree) < len(leaves.paths):
+        paths: list[str] = []
+        column: list[int] = []
+        types: list[LeafType] = []
+        kinds: list[Kind] = []
+        numbers: dict[str, int] = {}
+        text_left = MOST_TEXT
+        for number, entry in enumerate(table.leaves):
+            where = f"leaves[{number}]: "
+            leaf = record_of(where, entry, _LeafTable)
+            del entry["path"]
+            kind = numbers.setdefault(repr(entry), len(kinds))
+            with naming_place(where):
+                if kind == len(kinds):
+                    types.append(_read_type(leaf, len(rules)))
+                    kinds.append(_read_kind(types[-1], leaf, axis_sizes))
+                siblings = expanded(leaf.path, text_left)
+            text_left -= path_cost(leaf.path) * len(siblings)
+            paths += siblings
+            column += [kind] * len(siblings)
+        tree = {path: row for row, path in enumerate(paths)}
+        if len(tree) < len(paths):
             raise ValueError("two of its patterns stand for the same path")
         if digest != table.digest:
             raise ValueError("its digest is that of another lock: it was changed by hand")
-    locked = Leaves(rules, tree, leaves.paths, leaves.paths, numbers, leaves.types)
-    return partial(_put_locked, locked, leaves.kinds, axis_sizes), axis_sizes
+    locked = Leaves(rules, tree, paths, paths, np.array(column, np.int32), types)
+    return partial(_put_locked, locked, kinds, axis_sizes), axis_sizes
 
 
 def _put_locked(
@@ -154,48 +157,6 @@ def _put_locked(
     if list(axis_sizes.items()) != list(mesh.axis_sizes.items()):
         raise ValueError(f"a locked plan is for the mesh {mesh_shown(axis_sizes)} alone")
     return leaves, kinds
-
-
-def _check_format(content: Any) -> None:
-    form = content.get("format") if isinstance(content, dict) else None
-    if isinstance(form, str) and form in _OLD_FORMATS:
-        raise ValueError(
-            f"its format is {form!r}, of shardrules {_OLD_FORMATS[form]}, and this reads {FORMAT!r}"
-        )
-    if isinstance(form, str) and form.startswith("shardrules program lock"):
-        raise ValueError("it is no plan's lock, but that of a program, which Program.diff compares")
-    if form != FORMAT:
-        raise ValueError(f"not a lock: its format is not {FORMAT!r}")
-
-
-class _Leaves:
-    """Leaves that the tables of a lock stand for."""
-
-    def __init__(self, rules: int, axis_sizes: dict[str, int]) -> None:
-        self.paths: list[str] = []
-        self.kind_of: list[int] = []
-        self.types: list[LeafType] = []
-        self.kinds: list[Kind] = []
-        self._rules = rules
-        self._axis_sizes = axis_sizes
-        self._kinds: dict[str, int] = {}
-        self._text_left = MOST_TEXT
-
-    def add(self, where: str, table: Any) -> None:
-        leaf = record_of(where, table, _LeafTable)
-        del table["path"]
-        key = repr(table)
-        with naming_place(where):
-            if key not in self._kinds:
-                self.types.append(_read_type(leaf, self._rules))
-                self.kinds.append(_read_kind(self.types[-1], leaf, self._axis_sizes))
-                self._kinds[key] = len(self.kinds) - 1
-            kind = self._kinds[key]
-            most = MOST_LEAVES - len(self.paths)
-            paths = expanded(leaf.path, most, self._text_left)
-        self._text_left -= text_length(leaf.path) * len(paths)
-        self.paths += paths
-        self.kind_of += [kind] * len(paths)
 
 
 def _leaf_data(kind: Kind) -> dict[str, Any]:
@@ -250,19 +211,9 @@ def _read_kind(leaf_type: LeafType, leaf: _LeafTable, axis_sizes: dict[str, int]
     )
 
 
-def checked_json(value: Any) -> str:
-    """Write a value as JSON in one line, if reading gives the same value."""
-    if _ADJACENT_SURROGATES.search(json.dumps(value, ensure_ascii=False)):
-        raise ValueError(
-            f"a lock cannot hold adjacent lone surrogates, as in {shown(value)}: give the leaf, "
-            "pattern or axis another name"
-        )
-    return json.dumps(value)
-
-
 def lines_of(head: Mapping[str, Any], **lists: Iterable[str]) -> str:
     """Write an object: a line for each item, and for each entry of lists that are JSON already."""
-    parts = [f" {json.dumps(key)}: {checked_json(value)}" for key, value in head.items()]
+    parts = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     for key, entries in lists.items():
         lines = ",\n".join("  " + entry for entry in entries)
         parts.append(f" {json.dumps(key)}: [\n{lines}\n ]")

@@ -527,7 +527,7 @@ class Plan(Decider):
         Args:
             path: A leaf's path; or what stands for leaves that are alike, the first of which is
                 explained: a folded path of the table, a glob with `*` and `?`, which may be
-                separators too, the end of paths, from one component on, or components inside.
+                separators too, or the end of paths, from one component on.
 
         Raises:
             KeyError: No leaf has this path, and the message has the nearest ones; or leaves of

@@ -187,42 +187,24 @@ def _closed(named: tuple[Dim, ...], count: int) -> tuple[Dim, ...]:
 
 
 def combined(steps: tuple[DimStep, ...], entries: int) -> tuple[Dim, ...]:
-    """Combine steps to a leaf's dims; the base's spec has that many entries."""
-    dims: tuple[Dim, ...] = tuple(range(entries))
-    for place, step in enumerate(reversed(steps)):
-        before = dims if place == 0 else _without_end(dims, entries)
-        named, _ = named_dims(step.dims)
-        rank = len(named) + len(before) if step.rank is None else step.rank
-        dims = _dims_for(step.dims, rank, len(before))
-        if place:
-            dims = tuple(
-                dim if not isinstance(dim, int) else before[dim] if dim < len(before) else None
-                for dim in dims
-            )
-    return dims
-
-
-def _without_end(dims: tuple[Dim, ...], entries: int) -> tuple[Dim, ...]:
-    """Return the dims up to the last one that an axis cuts."""
-    is_cut = [not (dim is None or (isinstance(dim, int) and dim >= entries)) for dim in dims]
-    return dims[: max((place + 1 for place, cut in enumerate(is_cut) if cut), default=0)]
-
-
-def _dims_for(dims: Dims, rank: int, entries: int) -> tuple[Dim, ...]:
-    """Return the dims of a leaf of this rank; the base's spec has that many entries.
+    """Combine steps to a leaf's dims; the base's spec has that many entries.
 
     Surplus entries are kept, so that the correction reports them.
     """
-    named, is_open = named_dims(dims)
-    if not is_open:
-        return named
-    dims = _closed(named, max(rank, entries))
-    return (*dims[:rank], *(dim for dim in dims[rank:] if isinstance(dim, int) and dim < entries))
-
-
-def dims_shown(dims: tuple[Dim, ...]) -> str:
-    """Format the dims of an array as (0, -, 'stage'); - for those that are not cut."""
-    return "(" + ", ".join("-" if dim is None else repr(dim) for dim in dims) + ")"
+    dims: tuple[Dim, ...] | None = None
+    for step in reversed(steps):
+        named, is_open = named_dims(step.dims)
+        before = entries if dims is None else len(dims)
+        rank = len(named) + before if step.rank is None else step.rank
+        own = _closed(named, max(rank, before)) if is_open else named
+        if dims is not None:
+            bases = (*dims, *[None] * len(own))
+            own = tuple(bases[dim] if isinstance(dim, int) else dim for dim in own)
+        if is_open:
+            surplus = (dim for dim in own[rank:] if isinstance(dim, int) and dim < entries)
+            own = (*own[:rank], *surplus)
+        dims = own
+    return dims or ()
 
 
 OnMesh = Callable[["SizedMesh"], tuple[Leaves, list[Kind]]]
@@ -300,10 +282,9 @@ def _derived_spec(
     """Return (the spec of leaves that follow a base with this spec, its origin)."""
     dims = combined(steps, len(of_base.spec))
     cut = tuple(None if size == 1 else dim for size, dim in zip(shape, dims, strict=False))
-    return (
-        of_base.with_dims((*cut, *dims[len(shape) :])),
-        f"the rule of what it follows, dims {dims_shown(dims[: len(shape)])} of its spec",
-    )
+    shown = ", ".join("-" if dim is None else repr(dim) for dim in dims[: len(shape)])
+    origin = f"the rule of what it follows, dims ({shown}) of its spec"
+    return of_base.with_dims((*cut, *dims[len(shape) :])), origin
 
 
 class NamesOnMesh:

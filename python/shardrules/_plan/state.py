@@ -130,17 +130,16 @@ def find_parameters(
     row_of = {**_rows_without_prefix(params, boundary), **params.rows}
     flat_names = functools.cache(lambda: _rows_of_flat_names(params))
     # A module may be called as a field of the state, such as `mu`.
-    others = functools.cache(lambda name: list(_ends_of_path(name, row_of, boundary))[1:])
+    ends = functools.cache(lambda name: list(_ends_of_path(name, row_of, boundary)))
     choices: list[list[tuple[str, int]]] = []
     for path in state.paths:
         first = next(_ends_of_path(path, row_of, boundary), None)
         if first is None:
             last = max((passed.end() for passed in boundary.finditer(path)), default=0)
             choices.append([(path[:last], _row_of_flat_name(path[last:], flat_names))])
-            continue
-        start, row = first
-        further = ((path[: start + end], other) for end, other in others(path[start:]))
-        choices.append([(path[:start], row), *further])
+        else:
+            start, _ = first
+            choices.append([(path[: start + end], row) for end, row in ends(path[start:])])
     found_behind = _found_behind(choices) if any(len(each) > 1 for each in choices) else {}
     rows, factors = [], []
     for each in choices:

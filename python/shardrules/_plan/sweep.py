@@ -8,7 +8,6 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.arguments import check_bounds, check_type, integer, mesh_shapes, strings
-from shardrules._base.specs import few_heads_advice
 from shardrules._base.text import (
     brief,
     bytes_shown,
@@ -165,17 +164,14 @@ def sweep_meshes(
 
 def few_heads_notes(plans: Iterable[Plan]) -> tuple[str, ...]:
     """Say for axes of more devices than an array has heads what to sweep in their place."""
-    advice_of: dict[str, tuple[int, str]] = {}  # of the smallest size of the axis
+    notes: dict[str, tuple[int, str]] = {}  # of the smallest size of the axis
     for plan in plans:
-        for kind in plan.kinds:
-            for loss in kind.losses:
-                if loss.kind == "indivisible" and len(loss.axes) == 1 and kind.shape:
-                    (axis,) = loss.axes
-                    heads, devices = kind.shape[loss.dim], plan.axis_sizes[axis]
-                    if advice := few_heads_advice(heads, axis, devices):
-                        note = devices, f"{heads} heads on {axis}={devices}: {advice}"
-                        advice_of[axis] = min(note, advice_of.get(axis, note))
-    return tuple(f"{note}; then sweep these axes" for _, note in advice_of.values())
+        for loss in (loss for kind in plan.kinds for loss in kind.losses if loss.few_heads):
+            (axis,) = loss.axes
+            devices = plan.axis_sizes[axis]
+            note = devices, f"few heads on {axis}={devices}: {loss.few_heads}"
+            notes[axis] = min(note, notes.get(axis, note))
+    return tuple(f"{note}; then sweep these axes" for _, note in notes.values())
 
 
 def _check_axis_names(plan: Plan, names: tuple[str, ...]) -> None:

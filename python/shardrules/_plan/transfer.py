@@ -24,7 +24,7 @@ from shardrules._place.mesh import has_devices
 from shardrules._place.shardings import listing
 from shardrules._plan.align import placement_errors
 from shardrules._plan.answers import Answer, Column, Table
-from shardrules._plan.diff import Pair, Pairs, paired
+from shardrules._plan.diff import Pairs, paired
 from shardrules._plan.fold import fold
 from shardrules._plan.kinds import Kind, dtype_shown, placement_shown
 
@@ -272,39 +272,35 @@ def _overlaps(
 
 def _same_leaves(pairs: Pairs) -> list[tuple[Kind, Kind]]:
     """Return the kinds of the pairs, if both plans have the same leaves."""
-    alike = {
-        number: (before, after)
-        for number, (before, after) in enumerate(pairs.groups)
-        if before and after and _type_of(before) == _type_of(after)
-    }
+    types = [tuple(map(_type_shown, pair)) for pair in pairs.groups]
+    alike = [(a, b) for a, b in pairs.groups if a and b and _type_shown(a) == _type_shown(b)]
     if len(alike) == len(pairs.groups):
-        return list(alike.values())
-    rows = np.flatnonzero(np.isin(pairs.group_of, list(alike), invert=True))
+        return alike
+    differ = [number for number, (before, after) in enumerate(types) if before != after]
+    rows = np.flatnonzero(np.isin(pairs.group_of, differ))
     folded = fold([pairs.paths[row] for row in rows], pairs.group_of[rows])
     raise ValueError(
         listing(
             f"other: {counted(len(rows), 'leaf')} of the two plans are not the same, and leaves "
             "move as they are: plan the same tree on the other mesh, as "
             "plan.transfer(plan.on_mesh(mesh)) does",
-            (f"{leaf.pattern}: {_difference(pairs.groups[leaf.group])}" for leaf in folded),
+            (
+                f"{leaf.pattern}: {before} in this plan, {after} in other"
+                for leaf in folded
+                for before, after in [types[leaf.group]]
+            ),
             len(folded),
             "path",
         )
     )
 
 
-def _type_of(kind: Kind) -> tuple[tuple[int, ...] | None, str]:
+def _type_shown(kind: Kind | None) -> str:
+    if kind is None:
+        return "no leaf"
     dtype = dtype_shown(kind)
-    return kind.shape, SAFETENSORS.get(dtype, dtype)
-
-
-def _difference(pair: Pair) -> str:
-    """Return what is not the same about two leaves, in words."""
-    if pair.before is None or pair.after is None:
-        return "only in other" if pair.before is None else "not in other"
-    types = map(_type_of, (pair.before, pair.after))
-    before, after = ("not an array" if s is None else f"{list(s)} {dtype}" for s, dtype in types)
-    return f"{before} in this plan, {after} in other"
+    shape = "not an array" if kind.shape is None else list(kind.shape)
+    return f"{shape} {SAFETENSORS.get(dtype, dtype)}".removesuffix(" -")
 
 
 def _check_placed(whose: str, plan: Plan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from shardrules._base.io import parse_json
 from shardrules._base.text import and_more, bytes_shown, counted, mesh_shown, shown
 from shardrules._plan.codec import FileTable, Listed, Texts, naming, naming_place, record_of
 from shardrules._plan.findings import Finding, Findings, Level
-from shardrules._plan.lock import checked_json, lines_of
+from shardrules._plan.lock import lines_of
 from shardrules._program.executable import Executable
 from shardrules._program.hlo import Collective, CollectiveOpcode
 from shardrules._program.libraries import StoredProgram
@@ -93,7 +94,7 @@ def program_lock_text(costs: Costs) -> str:
         for (axes, kind), size in sorted(costs.sent.items())
     ]
     head = {"format": _FORMAT} | {name: getattr(costs, name) for name in Costs._fields[:4]}
-    return lines_of(head, sent=map(checked_json, entries))
+    return lines_of(head, sent=map(json.dumps, entries))
 
 
 def read_program_lock(data: bytes, name: str) -> Costs:

@@ -179,5 +179,5 @@ def test_axes_are_proposed_that_few_heads_share():
         return jax.jit(lambda params, x: x @ params["wk"][:, 0]), (plan, jax.ShapeDtypeStruct((4, 16), "float32"))
 
     rows = sr.sweep(step_on, {"tp": 4})
-    assert [note.partition(":")[0] for note in rows.notes] == ["2 heads on tp=4"]
+    assert [note.partition(":")[0] for note in rows.notes] == ["few heads on tp=4"]
     assert sr.sweep(step_on, {"tp": 2}).notes == []
