@@ -39,7 +39,7 @@ def test_the_mesh_is_the_best_of_those_of_the_topology(monkeypatch):
     assert dict(solution.mesh) in meshes
     each = []
     for mesh in meshes:
-        monkeypatch.setattr(sr.Topology, "meshes", lambda *_, mesh=mesh: [mesh])
+        monkeypatch.setattr(sr.Topology, "_whole_and_split", lambda *_, mesh=mesh: ([mesh], []))
         each.append(sr.solve(step, topology).bound)
     assert solution.bound == min(each)
     assert solution.gap == 0
@@ -49,7 +49,7 @@ def test_a_mesh_of_a_slice_has_its_links(monkeypatch):
     topology, sizes = sr.Topology("v5e:2x4"), {"fsdp": 4, "tp": 2}
     step = sr.trace(loss, TREE, jax.ShapeDtypeStruct((48, 512), "bfloat16"))
     solution = sr.solve(step, topology.mesh(sizes))
-    monkeypatch.setattr(sr.Topology, "meshes", lambda *_: [sizes])
+    monkeypatch.setattr(sr.Topology, "_whole_and_split", lambda *_: ([sizes], []))
     chosen = sr.solve(step, topology)
     assert (solution.compiled, solution.specs) == (chosen.compiled, chosen.specs)
     assert sr.solve(step, sizes, hardware="v5e").bound != solution.bound
@@ -71,6 +71,15 @@ def test_meshes_that_split_a_dimension_of_the_slice_are_named():
     assert "not tried, as they split a dimension of the slice: data=" in str(solution)
 
 
+def test_a_mesh_of_the_slice_that_has_room_is_named():
+    """Eight devices cannot cut 12, and 2 x 4 can."""
+    tree, x = {"w": jax.ShapeDtypeStruct((12,), "float32")}, jax.ShapeDtypeStruct((12, 100_003), "float32")
+    step = sr.trace(lambda params, x: jnp.sin(x) * params["w"][:, None], tree, x)
+    with pytest.raises(ValueError, match="nothing fits .* 4.60 MB more than the 5.00 MB") as error:
+        sr.solve(step, sr.Topology("v5e:2x4").mesh(fsdp=1, tp=8), hbm="5MB")
+    assert "there is room on fsdp=2,tp=4, where it needs 2.40 MB: solve there" in str(error.value)
+
+
 def test_rows_that_an_iota_indexes_stay_in_place_by_the_compiler_as_by_the_price():
     mesh = sr.Topology("v5e:2x4").mesh(fsdp=8)
     cut = NamedSharding(mesh, P("fsdp"))
@@ -85,8 +94,8 @@ def test_rows_that_an_iota_indexes_stay_in_place_by_the_compiler_as_by_the_price
     compiled = jax.jit(jax.grad(squares), out_shardings=cut).lower(rows, places).compile()
     assert not sr.inspect(compiled, (None, None)).collectives
     step = sr.trace(jax.grad(squares), rows, places)
-    kept = sr.solve(step, mesh, keep=["inputs"])
-    assert kept._spread.sent == []
+    space = Space(step, Machine(sr.Hardware.named("v5e"), {"fsdp": 8}), 10**12)
+    assert space.spread(space.traced()).sent == []
 
 
 def test_what_is_sent_takes_the_links_of_the_slice():

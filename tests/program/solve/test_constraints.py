@@ -17,6 +17,7 @@ from shardrules._program.solve.space import Space
 from shardrules._program.solve.spread import Machine, Spread
 
 LAYERS, ROWS, WIDTH, HIDDEN, WORDS = 2, 8, 16, 32, 64
+AXES = ("fsdp", "tp")
 
 
 @jax.custom_vjp
@@ -28,50 +29,43 @@ square.defvjp(lambda x: (x * x, x), lambda x, g: (2 * x * g,))
 
 
 def layer(x, w):
-    def passed(x):
-        return x @ w["up"] @ w["down"]
-
     x = x + square(jax.nn.relu(x @ w["up"])) @ w["down"]
-    return jax.lax.cond(x[0, 0] > 0, passed, lambda x: x, x), None
+    return jax.lax.cond(x[0, 0] > 0, lambda x: x @ w["up"] @ w["down"], lambda x: x, x), None
 
 
 def loss(params, rows):
-    x = params["embed"][rows]
-    x, _ = jax.lax.scan(jax.checkpoint(layer), x, params["layers"])
+    x, _ = jax.lax.scan(jax.checkpoint(layer), params["embed"][rows], params["layers"])
     return (x @ params["head"]).sum()
 
 
 def train(params, rows):
     value, grads = jax.value_and_grad(loss)(params, rows)
-    _, turned = jax.lax.while_loop(
-        lambda carry: carry[0] < 2, lambda carry: (carry[0] + 1, carry[1] @ params["turn"]), (0, params["embed"][rows])
-    )
+    turn = lambda carry: (carry[0] + 1, carry[1] @ params["turn"])  # noqa: E731
+    _, turned = jax.lax.while_loop(lambda carry: carry[0] < 2, turn, (0, params["embed"][rows]))
     return jax.tree.map(lambda p, g: p - g, params, grads), (value, turned)
 
 
-SHAPES = {
-    "embed": (WORDS, WIDTH),
-    "turn": (WIDTH, WIDTH),
-    "head": (WIDTH, WORDS),
+def shapes(tree):
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, "float32"), tree, is_leaf=lambda node: isinstance(node, tuple)
+    )
+
+
+TREE = shapes({
+    "embed": (WORDS, WIDTH), "turn": (WIDTH, WIDTH), "head": (WIDTH, WORDS),
     "layers": {"up": (LAYERS, WIDTH, HIDDEN), "down": (LAYERS, HIDDEN, WIDTH)},
-}
+})  # fmt: skip
 RULES = [("embed", ("tp", "fsdp")), ("head|turn", ("fsdp", "tp")),
          ("up", (None, "fsdp", "tp")), ("down", (None, "tp", "fsdp"))]  # fmt: skip
 
 
-def mesh_of(fsdp, tp):
-    return Mesh(np.array(jax.devices()[: fsdp * tp]).reshape(fsdp, tp), ("fsdp", "tp"))
-
-
-def shapes(tree):
-    is_shape = lambda node: isinstance(node, tuple)  # noqa: E731
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, "float32"), tree, is_leaf=is_shape)
+def mesh_of(fsdp=4, tp=2, **options):
+    return Mesh(np.array(jax.devices()[: fsdp * tp]).reshape(fsdp, tp), AXES, **options)
 
 
 def traced(mesh, function=train):
-    plan = sr.plan(shapes(SHAPES), RULES, mesh)
     rows = jax.ShapeDtypeStruct((ROWS,), "int32", sharding=NamedSharding(mesh, P("fsdp")))
-    return sr.trace(jax.jit(function, donate_argnums=0), plan, rows)
+    return sr.trace(jax.jit(function, donate_argnums=0), sr.plan(TREE, RULES, mesh), rows)
 
 
 def layout(step):
@@ -81,63 +75,52 @@ def layout(step):
     cuts = {n: spread.cuts(n) for n in range(len(step._equations.values))}
     for number, value in enumerate(step._equations.values):
         if value.shape[:1] == (ROWS,):
-            tail = [("tp",) if size == HIDDEN else () for size in value.shape[1:]]
-            cuts[number] = (("fsdp",), *tail)
+            cuts[number] = (("fsdp",), *[("tp",) if size == HIDDEN else () for size in value.shape[1:]])
     return SimpleNamespace(cuts=cuts.__getitem__, reads={}, sums=set())
 
 
-def shaped(step):
-    return step.plan.abstract(), jax.ShapeDtypeStruct((ROWS,), "int32")
-
-
-def values(mesh, most):
+def values(mesh):
+    """Small whole numbers, of which sums are the same in whatever order they are added."""
     keys = iter(jax.random.split(jax.random.key(3), 9))
-    params = jax.tree.map(
-        lambda s: jax.random.randint(next(keys), s.shape, -most, most + 1).astype("float32"), shapes(SHAPES)
-    )
+    params = jax.tree.map(lambda s: jax.random.randint(next(keys), s.shape, -1, 2).astype("float32"), TREE)
     params = jax.tree.map(jax.device_put, params, sr.plan(params, RULES, mesh).shardings())
     return params, jax.device_put(jax.numpy.arange(ROWS) * 5, NamedSharding(mesh, P("fsdp")))
 
 
-@pytest.mark.parametrize(("fsdp", "tp"), [(1, 1), (4, 2)])
-def test_values_are_those_of_the_step(fsdp, tp):
-    """Whole numbers, of which sums are the same in whatever order they are added."""
-    mesh = mesh_of(fsdp, tp)
-    step = traced(mesh)
-    params, rows = values(mesh, 1)
+@pytest.mark.parametrize("mesh", [(1, 1), (4, 2)])
+def test_values_are_those_of_the_step(mesh):
+    mesh = mesh_of(*mesh)
+    step, (params, rows) = traced(mesh), values(mesh)
     expected = jax.jit(train)(params, rows)
     assert all(np.abs(leaf).max() < 2**24 for leaf in jax.tree.leaves(expected))
-    result = constrained_step(step, layout(step), mesh)(params, rows)
+    run = constrained_step(step, layout(step), mesh)
+    result = run(params, rows)
     assert jax.tree.structure(result) == jax.tree.structure(expected)
-    for mine, theirs in zip(*map(jax.tree.leaves, (result, expected)), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    jax.tree.map(np.testing.assert_array_equal, result, expected)
+    with pytest.raises(ValueError, match=r"traced with arrays of .*\(8,\).*given .*\(4,\)"):
+        run(values(mesh)[0], rows[:4])
 
 
 def test_constraints_are_in_loops_branches_rules_of_gradients_and_what_is_recomputed():
-    mesh = mesh_of(4, 2)
-    step = traced(mesh)
+    step = traced(mesh_of())
     spread = layout(step)
     rows = seams(step, spread)
-    depths = {len(row.operation.site) for row in rows}
-    assert len(depths) > 2
-    text = str(constrained_step(step, spread, mesh).trace(*shaped(step)).jaxpr)
+    assert len({len(row.operation.site) for row in rows}) > 2
+    args = step.plan.abstract(), jax.ShapeDtypeStruct((ROWS,), "int32")
+    text = str(constrained_step(step, spread, mesh_of()).trace(*args).jaxpr)
     assert text.count("sharding_constraint[") >= len(rows) > 8
-    lines = {row.line.rpartition("/")[2] for row in activations(step, spread)}
     source = __file__.rpartition("/")[2]
-    assert all(line.startswith(source) for line in lines)
+    assert all(row.line.rpartition("/")[2].startswith(source) for row in activations(step, spread))
 
 
 def test_constraints_of_the_program_are_replaced():
-    mesh = mesh_of(4, 2)
-
     def forward(params, rows):
         x = params["embed"][rows] @ params["turn"]
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, "tp"))) * 2
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_of(), P(None, "tp"))) * 2
 
-    step = traced(mesh, forward)
+    step, other = traced(mesh_of(), forward), mesh_of(2, 4)
     spread = layout(step)
-    other = mesh_of(2, 4)
-    params, rows = values(other, 1)
+    params, rows = values(other)
     assert any(row.replaces for row in activations(step, spread))
     result = constrained_step(step, spread, other)(params, rows)
     assert result.sharding.mesh.shape == {"fsdp": 2, "tp": 4}
@@ -146,51 +129,39 @@ def test_constraints_of_the_program_are_replaced():
 
 def test_shardings_of_the_programs_results_are_replaced():
     mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
-    held = NamedSharding(mesh, P("fsdp"))
-    double = jax.jit(lambda w: 2 * w, out_shardings=held)
-    step = sr.trace(jax.jit(lambda w: double(w) + 1, out_shardings=held), shapes((64, 64)), on=mesh)
-    solution = sr.solve(step, {"fsdp": 8}, hardware="v5p", keep=[""])
+    cut = NamedSharding(mesh, P("fsdp"))
+    double = jax.jit(lambda w: 2 * w, out_shardings=cut)
+    step = sr.trace(jax.jit(lambda w: double(w) + 1, out_shardings=cut), shapes((64, 64)), on=mesh)
+    whole = SimpleNamespace(cuts=lambda number: ((), ()), reads={}, sums=set())
+    constrained = constrained_step(step, whole, mesh)
     w = np.arange(64.0 * 64, dtype="float32").reshape(64, 64)
-    with solution.constraints(mesh) as constrained:
-        result = constrained(w)
-        compiled = constrained.lower(jax.device_put(w, NamedSharding(mesh, P()))).compile()
+    result = constrained(w)
     assert result.sharding.spec == P()
     np.testing.assert_array_equal(result, 2 * w + 1)
+    compiled = constrained.lower(jax.device_put(w, NamedSharding(mesh, P()))).compile()
     assert not sr.inspect(compiled, (None,)).collectives
 
 
-def test_other_arguments_are_refused():
-    mesh = mesh_of(4, 2)
-    step = traced(mesh)
-    run = constrained_step(step, layout(step), mesh)
-    params, rows = values(mesh, 1)
-    with pytest.raises(ValueError, match=r"traced with arrays of .*\(8,\).*given .*\(4,\)"):
-        run(params, rows[:4])
-
-
 def test_an_explicit_mesh_is_refused():
-    types = jax.sharding.AxisType
-    devices = np.array(jax.devices()).reshape(4, 2)
-    explicit = Mesh(devices, ("fsdp", "tp"), axis_types=(types.Explicit, types.Auto))
-    step = traced(mesh_of(4, 2))
+    types, step = jax.sharding.AxisType, traced(mesh_of())
     with pytest.raises(ValueError, match="mesh: fsdp are Explicit"):
-        constrained_step(step, layout(step), explicit)
+        constrained_step(step, layout(step), mesh_of(axis_types=(types.Explicit, types.Auto)))
 
 
 @pytest.mark.parametrize("is_constrained", [True, False])
 def test_an_operation_reads_as_was_priced(is_constrained):
     """Rows by both axes, hidden units by one: else XLA gathers hidden units, not weights."""
-    mesh = mesh_of(4, 2)
-    sizes = {"gate": (64, 256), "up": (64, 256), "down": (256, 64)}
-    x = jax.ShapeDtypeStruct((16, 32, 64), "float32", sharding=NamedSharding(mesh, P(mesh.axis_names)))
+    mesh = mesh_of()
+    x = jax.ShapeDtypeStruct((16, 32, 64), "float32", sharding=NamedSharding(mesh, P(AXES)))
 
     def loss(w, x):
         hidden = jax.nn.silu(x @ w["gate"]) * (x @ w["up"])
         return jax.numpy.mean(jax.numpy.square(x + hidden @ w["down"]))
 
-    plan = sr.plan(shapes(sizes), [("down", ("tp", "fsdp")), (".*", ("fsdp", "tp"))], mesh)
+    tree = shapes({"gate": (64, 256), "up": (64, 256), "down": (256, 64)})
+    plan = sr.plan(tree, [("down", ("tp", "fsdp")), (".*", ("fsdp", "tp"))], mesh)
     step = sr.trace(jax.jit(jax.grad(loss)), plan, x)
-    axes = {"batch": ("fsdp", "tp"), "hidden": ("tp",)}
+    axes = {"batch": AXES, "hidden": ("tp",)}
     by_class = {name: axes.get(role, ()) for name, role in step._roles.of.items()}
     arrays = StepArrays(step._equations, step._roles, dict(mesh.shape))
     spread = Spread(arrays, by_class | {STORED: ("fsdp",)}).of_step()
@@ -200,7 +171,6 @@ def test_an_operation_reads_as_was_priced(is_constrained):
     assert "into dot_general" in str(read[0])
     if not is_constrained:
         spread.reads.clear()
-    run = constrained_step(step, spread, mesh)
-    proof = sr.prove(run, plan, x)
+    proof = sr.prove(constrained_step(step, spread, mesh), plan, x)
     gathered = [sent.payload for sent in proof.collectives if sent.kind == "all-gather"]
     assert (max(gathered) <= most) == is_constrained

@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 @options.axes(help="Axes of the chosen mesh, such as fsdp,tp. Default: fsdp,tp.")
 @options.rules(help="Rules that the function takes; the solution does not need any.")
 @options.hbm(help="Memory of one device, such as 96GB. Default: that of the devices.")
-@option("--time-limit", metavar="SECONDS", type=types.Number(min=1),
-    help="Seconds after which the best so far is taken, with its gap.")  # fmt: skip
 @options.formats("toml", "python", "text",
     about="Output format; text has the choices, and what others cost.")  # fmt: skip
 def solve(
     *, function: str, on: str | None, slices: int, mesh: options.Sizes | None,
     hardware: Hardware | None, axes: tuple[str, ...] | None, rules: tuple[str, ...],
-    hbm: int | None, time_limit: int | None, format: str,
+    hbm: int | None, format: str,
 ) -> None:  # fmt: skip
     """Find the sharding of a step that takes least time, and write its rules on standard output.
 
     The lines of with_sharding_constraint follow as comments; time, bound and gap go to standard
     error.
     """
+    from contextvars import copy_context
+
     from shardrules._base.io import FileError
     from shardrules._cli import planning, process
-    from shardrules._program.solve.search import progress_shown
+    from shardrules._program.solve.search import PROGRESS
     from shardrules._program.solve.solution import solve
     from shardrules._program.topologies.topology import Topology
 
@@ -66,9 +66,11 @@ def solve(
             f"{function}: none of the arguments is a Plan: give shardrules.plan of the "
             "parameters, whose rules the solution replaces"
         )
-    with process.working("solving; Ctrl-C takes the best so far") as show, progress_shown(show):
+    context = copy_context()
+    with process.working("solving; Ctrl-C takes the best so far") as show:
+        context.run(PROGRESS.set, show)
         try:
-            solution = solve(step, place, hardware=hardware, hbm=hbm, time_limit=time_limit)
+            solution = context.run(solve, step, place, hardware=hardware, hbm=hbm)
         except ValueError as error:  # of several lines, where nothing fits
             raise FileError(*str(error).splitlines()) from None
     _print_solution(solution, format)

@@ -426,7 +426,7 @@ def suggest(
     spared = _spared(result, units, uses)
     declared = Declared(replicated=spared, data_axes=data_axes)
     _check_room(result, hbm_bytes(hbm), moments)
-    return Suggestion(result._declaring(declared), tuple(_rule_reasons(rules)), declared)
+    return Suggestion(result._declaring(declared), tuple(rule_reasons(rules)), declared)
 
 
 def _dialect_for(model: Any, dialect: Any) -> Dialect:
@@ -509,7 +509,7 @@ def _spared(result: Plan, units: list[Unit], uses: Mapping[str, AxisUse]) -> tup
     return tuple(dict.fromkeys(patterns))
 
 
-def _rule_reasons(rules: Draft) -> Iterator[Reason]:
+def rule_reasons(rules: Draft) -> Iterator[Reason]:
     """Yield the reason of each rule: the roles in the first of its leaves."""
     for number, ((pattern, value), units) in enumerate(zip(rules.rules, rules.units, strict=True)):
         spec, first = plain_spec(value), units[0]

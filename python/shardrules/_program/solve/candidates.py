@@ -16,21 +16,20 @@ from shardrules._base.text import bytes_shown, mesh_shown, record, seconds_shown
 from shardrules._place.mesh import as_mesh, axes_of_type, has_devices
 from shardrules._plan.answers import Column, Table
 from shardrules._plan.planning import plan
-from shardrules._program.compiler import asked_compiler, has_child, results_in_order
+from shardrules._program.compiler import has_child, results_in_order
 from shardrules._program.hlo import exchanges, hlo_errors
-from shardrules._program.lowering import lowering_on
-from shardrules._program.memory import Refusal
-from shardrules._program.program import Program, inspect
+from shardrules._program.memory import OutOfMemory
+from shardrules._program.program import Program
 from shardrules._program.solve.constraints import constrained_step, spec_of_cuts
 from shardrules._program.solve.layout import STORED
-from shardrules._program.solve.spread import Price, Seconds
+from shardrules._program.solve.spread import Seconds
+from shardrules._program.verify.prove import AskedProof
 from shardrules._program.work import flops_of_kernels, product_nodes
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
 
     from shardrules._plan.plan import Plan
-    from shardrules._program.compiler import AskedCompiler
     from shardrules._program.solve.layout import Assignment
     from shardrules._program.solve.search import Search
     from shardrules._program.solve.spread import Spread
@@ -152,8 +151,15 @@ def shortlist(best: Search, searches: Sequence[Search]) -> list[Contender]:
     assert best.assignment is not None
     first = Contender("the best by prediction", best, best.assignment)
     fsdp = [Contender("FSDP", search, search.space.fsdp()) for search in searches]
-    traced = _search_as_traced(best, searches)
-    others = [*_fastest(_of_meshes(best, searches)), *_fastest(neighbours(first))]
+    mesh = best.space.step.mesh
+    sizes = {} if mesh is None else dict(mesh.shape)
+    traced = next((row for row in searches if row.space.machine.sizes == sizes), best)
+    others = [
+        Contender(f"the best on {mesh_shown(row.space.machine.sizes)}", row, row.assignment)
+        for row in searches
+        if row is not best and row.assignment is not None
+    ]
+    others = [*_fastest(others), *_fastest(neighbours(first))]
     rows = [
         first,
         *_fastest(fsdp)[:1],
@@ -170,21 +176,6 @@ def shortlist(best: Search, searches: Sequence[Search]) -> list[Contender]:
 def _fastest(rows: Iterable[Contender]) -> list[Contender]:
     """Sort layouts; those alike, such as along one or the other of two axes, stay in order."""
     return sorted(rows, key=lambda row: float(f"{row.seconds.total:.{_DIGITS}g}"))
-
-
-def _search_as_traced(best: Search, searches: Sequence[Search]) -> Search:
-    """Return the search on the mesh with which the step was traced, or else on the best one."""
-    mesh = best.space.step.mesh
-    sizes = {} if mesh is None else dict(mesh.shape)
-    return next((row for row in searches if row.space.machine.sizes == sizes), best)
-
-
-def _of_meshes(best: Search, searches: Sequence[Search]) -> Iterator[Contender]:
-    """Yield the best that is known of each other mesh."""
-    for search in searches:
-        if search is not best and search.assignment is not None:
-            what = f"the best on {mesh_shown(search.space.machine.sizes)}"
-            yield Contender(what, search, search.assignment)
 
 
 def neighbours(layout: Contender) -> Iterator[Contender]:
@@ -221,52 +212,46 @@ def mesh_to_compile(row: Contender, topology: Topology | None) -> Mesh | None:
     return mesh if has_child(mesh) and not axes_of_type(mesh, "Explicit") else None
 
 
+_Asked = tuple[Contender, AskedProof]
+"""A layout that is compiled now."""
+
+
 def compiled(rows: Iterable[Contender], topology: Topology | None) -> Iterator[Contender]:
     """Yield the layouts with what the compiler makes of each; two are compiled at once."""
-    return results_in_order(
-        rows,
-        lambda row: _asked_layout(row, topology),
-        _with_answer,
-        lambda asked: asked.compiler.close(),
-    )
 
+    def asked(row: Contender) -> _Asked:
+        mesh, step = mesh_to_compile(row, topology), row.search.space.step
+        assert mesh is not None
+        args = list(step._trees)
+        specs = specs_of(step, row.spread).values()
+        leaves, structure = tree_util.tree_flatten(tuple(args))
+        placed = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+            for leaf, spec in zip(leaves, specs, strict=True)
+        ]
+        args = list(tree_util.tree_unflatten(structure, placed))
+        args[step._place] = plan_of(step, row.spread, mesh)
+        function = constrained_step(step, row.spread, mesh)
+        return row, AskedProof(function, tuple(args), on=mesh)
 
-class _Asked(NamedTuple):
-    """A layout that is compiled now."""
-
-    row: Contender
-    mesh: Mesh
-    compiler: AskedCompiler
-
-
-def _asked_layout(row: Contender, topology: Topology | None) -> _Asked:
-    """Start the compiler of a layout."""
-    mesh, step = mesh_to_compile(row, topology), row.search.space.step
-    assert mesh is not None
-    function = constrained_step(step, row.spread, mesh)
-    lowered = lowering_on(mesh, function, _arguments(step, row.spread, mesh)).lowered
-    compiler = asked_compiler(lowered, mesh)
-    if compiler is None:
-        raise RuntimeError("this version of JAX hides what its compiler is to be asked")
-    return _Asked(row, mesh, compiler)
+    return results_in_order(rows, asked, _with_answer, lambda asked: asked[1].close())
 
 
 def _with_answer(asked: _Asked) -> Contender:
     """Return a layout with the compiler's answer."""
-    row, mesh, compiler = asked
-    step, hbm = row.search.space.step, row.search.space.hbm
+    row, proof = asked
     try:
-        answer = compiler.answer()
+        with proof:
+            row.program, memory = (answer := proof.proof()).program, answer.memory
+        assert memory is not None
+        needed, row.compiled = memory.peak, _costs(row, row.program, memory.peak)
+    except OutOfMemory as refusal:
+        needed = refusal.required
     except (RuntimeError, TimeoutError) as error:
         row.refusal = str(error).partition("\n")[0].partition(". ")[0]
         return row
-    needed = answer.required if isinstance(answer, Refusal) else answer.peak
-    if not isinstance(answer, Refusal):
-        planned = plan_of(step, row.spread, mesh)
-        plans = (planned if place == step._place else None for place in range(len(step._args)))
-        row.program = inspect(answer.program, tuple(plans))
-        row.compiled = _costs(row, row.program, needed)
-    if needed > hbm or isinstance(answer, Refusal):
+    hbm = row.search.space.hbm
+    if needed > hbm or row.compiled is None:
         row.needed, row.refusal = needed, f"it needs {bytes_shown(needed)} of {bytes_shown(hbm)}"
     return row
 
@@ -291,9 +276,9 @@ def _costs(layout: Contender, program: Program, peak: int) -> StepCost:
             sent[axes] += size
             seconds[axes] += space.machine.seconds(row.op.kind, axes, size)
     # What is sent beyond the gathers and sums of weights that are predicted, products wait for.
-    price, hidden = Price(spread, space.machine), defaultdict[tuple[str, ...], float](float)
+    hidden = defaultdict[tuple[str, ...], float](float)
     for predicted in spread.sent:
-        hidden[predicted.axes] += price.sending([predicted]).meanwhile
+        hidden[predicted.axes] += space.machine.sending(space.arrays, [predicted]).meanwhile
     meanwhile = sum(min(total, hidden[axes]) for axes, total in seconds.items())
     # Elementwise arithmetic, and reading and writing, is taken from the prediction.
     computing = layout.seconds.compute * (done / flops if done and flops else 1.0)
@@ -306,20 +291,6 @@ def specs_of(step: Step, spread: Spread) -> dict[str, PartitionSpec]:
     """Return the spec of each argument by its path."""
     numbers = zip(step._paths, step._equations.body.inputs, strict=True)
     return {path: spec_of_cuts(spread.target(number)) for path, number in numbers}
-
-
-def _arguments(step: Step, spread: Spread, mesh: Mesh) -> tuple[Any, ...]:
-    """Return the step's arguments as shapes on the mesh."""
-    specs = iter(specs_of(step, spread).values())
-    return tuple(
-        tree_util.tree_map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, next(specs))
-            ),
-            tree,
-        )
-        for tree in step._trees
-    )
 
 
 def plan_of(step: Step, spread: Spread, mesh: Any) -> Plan:

@@ -5,7 +5,7 @@ An equation is named by its site, as operations of a step have it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
@@ -260,24 +260,24 @@ class _Writer:
         for place, eqn in enumerate(jaxpr.eqns):
             site = (*around, place)
             if eqn.primitive.name in CONSTRAINTS:
-                free = PartitionSpec(
-                    *[PartitionSpec.UNCONSTRAINED] * len(eqn.outvars[0].aval.shape)
-                )
-                template = self._constraint(eqn.outvars[0], self._specs.get((site, 0), free))
-                yield _equation_like(template, eqn, eqn.invars, eqn.outvars)
+                rank = len(eqn.outvars[0].aval.shape)
+                free = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * rank)
+                new_spec = self._specs.get((site, 0), free)
+                constraint = self._constraint(eqn, eqn.outvars[0], new_spec)
+                yield constraint.replace(invars=eqn.invars, outvars=eqn.outvars)
                 continue
             # Variables are compared by identity: those of a new constraint are new.
             invars, outvars, after = list(eqn.invars), list(eqn.outvars), []
             for operand, var in enumerate(eqn.invars):
                 if (spec := self._specs.get((site, ~operand))) is not None:
-                    template = self._constraint(var, spec)
-                    yield _equation_like(template, eqn, [var], template.outvars)
-                    (invars[operand],) = template.outvars
+                    constraint = self._constraint(eqn, var, spec)
+                    yield constraint.replace(invars=[var])
+                    (invars[operand],) = constraint.outvars
             for result, var in enumerate(eqn.outvars):
                 if (spec := self._specs.get((site, result))) is not None:
-                    template = self._constraint(var, spec)
-                    after.append(_equation_like(template, eqn, template.invars, [var]))
-                    (outvars[result],) = template.invars
+                    constraint = self._constraint(eqn, var, spec)
+                    after.append(constraint.replace(outvars=[var]))
+                    (outvars[result],) = constraint.invars
             params = self._params(eqn, site)
             for name in _OF_CALLS & params.keys():  # before, those of the trace and the program
                 plain = self._call[name]
@@ -299,14 +299,9 @@ class _Writer:
             params[BODIES[eqn.primitive.name]] = written[0]
         return params
 
-    def _constraint(self, var: Any, spec: PartitionSpec) -> Any:
-        """Return the equation of a constraint of an array like this."""
+    def _constraint(self, eqn: Any, var: Any, spec: PartitionSpec) -> Any:
+        """Return an equation that constrains an array like this, at the line of another one."""
         aval, sharding = var.aval, NamedSharding(self._mesh, spec)
         shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
         make = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))
-        return make(shape).jaxpr.eqns[0]
-
-
-def _equation_like(template: Any, eqn: Any, invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
-    source = eqn.source_info
-    return template.replace(invars=list(invars), outvars=list(outvars), source_info=source)
+        return make(shape).jaxpr.eqns[0].replace(source_info=eqn.source_info)

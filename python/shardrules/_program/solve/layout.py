@@ -8,6 +8,7 @@ are stored in parts beyond that. All arrays follow; what operations send between
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
@@ -56,7 +57,6 @@ class StepArrays:
             for row in rows
             for name in row
         }
-        self._places: dict[int, list[tuple[int, int]]] = {}
         alike: dict[Any, int] = {}
         kinds = zip(self.classes, self._is_weight, strict=True)
         self.first = [
@@ -66,8 +66,11 @@ class StepArrays:
         """By array the first of those that have its cuts, in every layout."""
         self._names = [tuple(name for row in rows for name in row) for rows in self.classes]
         self._known: dict[tuple[Any, ...], Cuts] = {}
-        self._bytes: dict[tuple[int, Cuts], int] = {}
-        self._counts: dict[Axes, int] = {}
+        self._stored_places = cache(self._places_to_store)
+        self.count = cache(lambda axes: prod(sizes[axis] for axis in axes))
+        """Devices along mesh axes."""
+        self.bytes = cache(self._bytes)
+        """Bytes of an array on a device, by its number and cuts."""
 
     def is_weight(self, number: int) -> bool:
         """Say whether an array is a weight, or of its dimensions, as gradients and state are."""
@@ -76,13 +79,6 @@ class StepArrays:
     def is_stored(self, number: int) -> bool:
         """Say whether what weights are stored over cuts an array: a weight that is no vector."""
         return self._is_weight[number] and len(self._stored_places(number)) > 1
-
-    def _is_vector(self, number: int) -> bool:
-        """Say whether a weight has one dimension without loops, and is small: it is whole."""
-        places = self._stored_places(number)
-        return len(places) < 2 and all(
-            self.equations.dims.sizes[name] < _LARGE_VECTOR for _, name in places
-        )
 
     def cuts(self, number: int, axes: Mapping[int, Axes]) -> Cuts:
         """Return the cuts of an array in the layout that classes of these axes have."""
@@ -108,12 +104,17 @@ class StepArrays:
         return list({self.first[number]: number for number in numbers}.values())
 
     def _cuts(self, number: int, axes: Mapping[int, Axes], stored: Axes) -> Cuts:
-        rows = self.classes[number]
-        if self._is_weight[number] and self._is_vector(number):
+        rows, sizes = self.classes[number], self.equations.dims.sizes
+        is_vector = self._is_weight[number] and not self.is_stored(number)
+        if is_vector and all(sizes[n] < _LARGE_VECTOR for _, n in self._stored_places(number)):
             return ((),) * len(rows)
         axes_at: dict[tuple[int, int], Axes] = {}
         taken: set[str] = set()
-        for dim, place in self._order(number):
+        pairs = [(dim, place) for dim, row in enumerate(rows) for place in range(len(row))]
+        # Those that keep axes first.
+        for dim, place in sorted(
+            pairs, key=lambda pair: (self._ranks[rows[pair[0]][pair[1]]], pair)
+        ):
             free = [a for a in axes.get(rows[dim][place], ()) if a not in taken]
             if free:
                 axes_at[dim, place] = tuple(free)
@@ -122,12 +123,6 @@ class StepArrays:
         if stored and self.is_stored(number):
             self._store(number, stored, cuts)
         return tuple(cuts)
-
-    def _order(self, number: int) -> list[tuple[int, int]]:
-        """Return (dimension, place in it) of an array's classes, those that keep axes first."""
-        rows = self.classes[number]
-        pairs = [(dim, place) for dim, row in enumerate(rows) for place in range(len(row))]
-        return sorted(pairs, key=lambda pair: (self._ranks[rows[pair[0]][pair[1]]], pair))
 
     def _contiguous(self, row: Dims, dim: int, axes_at: Mapping[tuple[int, int], Axes]) -> Axes:
         """Return the axes of a dimension: what is behind a class that is not cut through is not."""
@@ -152,35 +147,19 @@ class StepArrays:
                     cuts[dim] += (axis,)
                     break
 
-    def _stored_places(self, number: int) -> list[tuple[int, int]]:
+    def _places_to_store(self, number: int) -> list[tuple[int, int]]:
         """Return (dimension, its major class) of a weight, in the order in which it is cut."""
-        if number not in self._places:
-            roles, sizes = self.roles.of, self.equations.dims.sizes
-            places = [
-                (dim, row[0])
-                for dim, row in enumerate(self.classes[number])
-                if row and row[0] not in self.equations.looped
-            ]
-            first = {role: place for place, role in enumerate(_STORED_FIRST)}
-            places.sort(key=lambda p: (first.get(roles.get(p[1], ""), 9), -sizes[p[1]], p[1]))
-            self._places[number] = places
-        return self._places[number]
+        roles, sizes = self.roles.of, self.equations.dims.sizes
+        first = {role: place for place, role in enumerate(_STORED_FIRST)}
+        rows = enumerate(self.classes[number])
+        places = [(dim, row[0]) for dim, row in rows if row and row[0] not in self.equations.looped]
+        return sorted(places, key=lambda p: (first.get(roles.get(p[1], ""), 9), -sizes[p[1]], p[1]))
 
-    def count(self, axes: Axes) -> int:
-        """Return the devices along mesh axes."""
-        if axes not in self._counts:
-            self._counts[axes] = prod(self.sizes[axis] for axis in axes)
-        return self._counts[axes]
-
-    def bytes(self, number: int, cuts: Cuts) -> int:
-        """Return the bytes of an array on a device."""
-        key = number, cuts
-        if key not in self._bytes:
-            value = self.equations.values[number]
-            parts = (-(-n // self.count(axes)) for n, axes in zip(value.shape, cuts, strict=True))
-            bits = 0 if value.dtype is None else bits_of(value.dtype)  # of a token
-            self._bytes[key] = -(-prod(parts) * bits // 8)
-        return self._bytes[key]
+    def _bytes(self, number: int, cuts: Cuts) -> int:
+        value = self.equations.values[number]
+        parts = (-(-n // self.count(axes)) for n, axes in zip(value.shape, cuts, strict=True))
+        bits = 0 if value.dtype is None else bits_of(value.dtype)  # of a token
+        return -(-prod(parts) * bits // 8)
 
 
 def _inside(body: Body, is_local: bool = False) -> Iterator[int]:

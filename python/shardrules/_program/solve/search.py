@@ -8,12 +8,11 @@ is not installed the improved layouts are the answer, with the gap to a bound of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from contextvars import ContextVar
 from importlib.util import find_spec
 from itertools import product
 from math import floor, inf, prod
-from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._base.text import bytes_shown, mesh_shown, printable_lines, seconds_shown
@@ -37,20 +36,22 @@ _DESCENTS: Final = 3
 _LITTLE: Final = 1e-3
 # A larger table takes minutes to make; its terms are left out, which lowers the bound.
 _MOST_ROWS: Final = 50_000
+_MOST_SECONDS: Final = 120.0
+"""Of CP-SAT on one mesh, after which a gap is left."""
 # CP-SAT counts in integers: so many parts of the best time.
 _PARTS: Final = 10**9
 # What is lost of a bound of rounded rows.
 _ROUNDED: Final = 1e-6
 _SHOWN: Final = 3
-
-_PROGRESS: ContextVar[Callable[[str], object]] = ContextVar("_PROGRESS", default=lambda text: None)
+PROGRESS: ContextVar[Callable[[str], object]] = ContextVar("PROGRESS", default=lambda text: None)
+"""What is given a line of progress after each mesh and layout."""
 
 
 class Search:
-    """The search on one mesh, which ends at a time."""
+    """The search on one mesh."""
 
-    def __init__(self, space: Space, mesh: Any = None, until: float = inf) -> None:
-        self.space, self.mesh, self._until = space, mesh, until
+    def __init__(self, space: Space, mesh: Any = None) -> None:
+        self.space, self.mesh = space, mesh
         self.terms, self.resident = Terms(space), Resident(space)
         self.seconds = inf
         """Of the best assignment."""
@@ -68,9 +69,6 @@ class Search:
 
     def _missing_bytes(self, assignment: Assignment) -> int:
         return max(0, self.resident.bytes(assignment) - self.space.hbm)
-
-    def _is_late(self) -> bool:
-        return monotonic() > self._until
 
     def _offer(self, assignment: Assignment) -> None:
         """Keep an assignment if it is better than the best, and fits."""
@@ -96,17 +94,17 @@ class Search:
         """Change an assignment variable by variable until none gets better."""
         now, seconds, missing = start, self.terms.total(start), self._missing_bytes(start)
         before = None
-        while before != now and not self._is_late():
+        while before != now:
             before = now
             for name, values in self.space.values.items():
-                for value in values if not self._is_late() else ():
+                places = self._terms_of[name]
+                for value in values:
                     changed = {**now, name: value}
-                    after, still_missing = seconds, self._missing_bytes(changed)
+                    still_missing = self._missing_bytes(changed)
                     if still_missing > missing:
                         continue
-                    for place in self._terms_of[name]:
-                        after = after.less(self.terms.seconds(place, now))
-                        after = after.plus(self.terms.seconds(place, changed))
+                    after = seconds.less(self.terms.total(now, places))
+                    after = after.plus(self.terms.total(changed, places))
                     if (still_missing, after.total) < (missing, seconds.total * (1 - _ROUNDING)):
                         now, seconds, missing = changed, after, still_missing
         self._offer(now)
@@ -123,7 +121,7 @@ class Search:
 
     def prove(self, most: float) -> None:
         """Find the best of all assignments, or show that none takes less than so many seconds."""
-        if self._is_late() or self.bound >= most * (1 - _ROUNDING):
+        if self.bound >= most * (1 - _ROUNDING):
             return
         tables = self._tables(most)
         if not all(tables.values()):
@@ -217,8 +215,7 @@ class Search:
         for name, value in (self.assignment or {}).items():
             model.add_hint(variables[name], self.space.values[name].index(value))
         solver = cp_model.CpSolver()
-        if self._until != inf:
-            solver.parameters.max_time_in_seconds = max(self._until - monotonic(), 0.01)
+        solver.parameters.max_time_in_seconds = _MOST_SECONDS
         status = solver.solve(model)
         if status == cp_model.INFEASIBLE:
             self.bound = most
@@ -258,25 +255,11 @@ def has_solver() -> bool:
     return find_spec("ortools") is not None
 
 
-@contextmanager
-def progress_shown(show: Callable[[str], object]) -> Iterator[None]:
-    """Give a function a line of progress after each mesh, while the body runs."""
-    token = _PROGRESS.set(show)
-    try:
-        yield
-    finally:
-        _PROGRESS.reset(token)
-
-
-def progress(text: str) -> None:
-    """Show a line of progress, if somebody looks."""
-    _PROGRESS.get()(text)
-
-
-def best_of(searches: Sequence[Search]) -> tuple[Search, float]:
+def best_of(searches: Sequence[Search], others: Iterable[Search] = ()) -> tuple[Search, float]:
     """Search each mesh; return the search on the best one, and seconds that none takes less than.
 
-    An interrupt ends all, with what is known by then.
+    An interrupt ends all, with what is known by then. If nothing fits, `others` are further meshes,
+    of which one that has room is named.
     """
 
     def best() -> Search:  # of those alike the first, with most devices along the first axes
@@ -292,32 +275,42 @@ def best_of(searches: Sequence[Search]) -> tuple[Search, float]:
             seconds, bound = best().seconds, min(each.bound for each in searches)
             if seconds < inf:
                 gap = max(0.0, 1 - bound / seconds) if seconds else 0.0
-                progress(
+                PROGRESS.get()(
                     f"mesh {number} of {len(searches)}, {mesh_shown(search.space.machine.sizes)}: "
                     f"best {seconds_shown(seconds)}, bound {seconds_shown(bound)}, gap {gap:.1%}"
                 )
     winner = best()
     bound = min(search.bound for search in searches)
     if winner.assignment is None:
-        raise _nothing(searches, is_proved=bound == inf)
+        raise _nothing(searches, others)
     winner.simplify()
     seconds = winner.terms.total(winner.assignment).total
     return winner, seconds if bound >= seconds * (1 - 2 * _ROUNDED) else bound
 
 
-def _nothing(searches: Sequence[Search], *, is_proved: bool) -> ValueError:
+def _nothing(searches: Sequence[Search], others: Iterable[Search]) -> ValueError:
     """Return the error that nothing that fits was found: by how much, and for which arrays."""
-    rows = [(search, search.least_memory()) for search in searches]
-    search, assignment = min(rows, key=lambda row: row[0].resident.bytes(row[1]))
-    needed, space = search.resident.bytes(assignment), search.space
-    largest = search.resident.largest(assignment)[:_SHOWN]
+
+    def least(rows: Iterable[Search]) -> tuple[int, Search] | None:
+        sizes = ((row.resident.bytes(row.least_memory()), row) for row in rows)
+        return min(sizes, key=lambda pair: pair[0], default=None)
+
+    tried, other = least(searches), least(others)
+    assert tried is not None
+    needed, search = tried
+    space, largest = search.space, search.resident.largest(search.least_memory())[:_SHOWN]
     lines = [
-        f"{space.step.name}: nothing fits{'' if is_proved else ' of what was tried'}: with the "
-        f"least memory that was found it needs {bytes_shown(needed)} on each device of "
+        f"{space.step.name}: nothing fits of what was tried: with the least memory that was found "
+        f"it needs {bytes_shown(needed)} on each device of "
         f"{mesh_shown(space.machine.sizes)}, {bytes_shown(needed - space.hbm)} more than the "
         f"{bytes_shown(space.hbm)} that there are",
         *(f"  {bytes_shown(size)} {_array(space.step, n)}" for size, n in largest),
     ]
+    if other is not None and other[0] <= space.hbm:
+        there = mesh_shown(other[1].space.machine.sizes)
+        lines.append(
+            f"there is room on {there}, where it needs {bytes_shown(other[0])}: solve there"
+        )
     return ValueError(printable_lines(lines))
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf, prod
-from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from shardrules._base.arguments import check_real, check_type, memory_bytes, strings
+from shardrules._base.arguments import check_type, memory_bytes
 from shardrules._base.hardware import as_hardware
-from shardrules._base.rule_specs import RuleSpec, plain_spec
+from shardrules._base.rule_specs import plain_spec
 from shardrules._base.specs import Entries, entries_of, entry_axes, spec_shown, trimmed
 from shardrules._base.text import (
+    and_more,
     answer,
     brief,
     bytes_shown,
@@ -31,9 +30,9 @@ from shardrules._plan.kinds import axes_named
 from shardrules._plan.plan import Plan
 from shardrules._plan.planning import plan as plan_by_rules
 from shardrules._plan.report import Page
-from shardrules._plan.suggest.draft import draft_of_specs
+from shardrules._plan.suggest.draft import Draft, draft_of_specs
 from shardrules._plan.suggest.patterns import units_of
-from shardrules._plan.suggest.suggest import CutReason, Reason, Suggestion
+from shardrules._plan.suggest.suggest import Suggestion, rule_reasons
 from shardrules._program.solve.candidates import (
     Candidate,
     Contender,
@@ -47,8 +46,8 @@ from shardrules._program.solve.candidates import (
 )
 from shardrules._program.solve.constraints import Activation, activations, constrained_step
 from shardrules._program.solve.layout import STORED
-from shardrules._program.solve.search import Search, best_of, has_solver, progress
-from shardrules._program.solve.space import Space, kept_cuts
+from shardrules._program.solve.search import PROGRESS, Search, best_of, has_solver
+from shardrules._program.solve.space import Space
 from shardrules._program.solve.spread import Machine
 from shardrules._program.step.equations import inputs_of
 from shardrules._program.step.step import Step
@@ -136,14 +135,6 @@ class Solution:
         lines = (part.lines() if isinstance(part, Table) else [part] for part in parts)
         return printable_lines([line for rows in lines for line in rows])
 
-    def _left_out_lines(self) -> Iterator[str]:
-        """Yield the meshes that were not tried."""
-        if self.left_out:
-            shown = "; ".join(map(mesh_shown, self.left_out[:_MESHES_SHOWN]))
-            more = len(self.left_out) - _MESHES_SHOWN
-            rest = f" and {counted(more, 'more mesh')}" if more > 0 else ""
-            yield f"not tried, as they split a dimension of the slice: {shown}{rest}"
-
     def _section(self, page: Page) -> Section:
         return Section("Solution", (self,))
 
@@ -153,33 +144,28 @@ class Solution:
         parts: list[Table | str] = [self.summary, Table(_COLUMNS, rows)]
         if self.compiled is not None:
             parts.append(table_of_candidates(self.candidates))
-        lines = printable_lines(["constraints, by line", *map(str, self.activations)])
-        return [*parts, *self._left_out_lines(), lines]
+        if self.left_out:
+            shown = [mesh_shown(mesh) for mesh in self.left_out[:_MESHES_SHOWN]]
+            shown += and_more(len(self.left_out), _MESHES_SHOWN, "mesh")
+            parts.append(f"not tried, as they split a dimension of the slice: {'; '.join(shown)}")
+        return [*parts, printable_lines(["constraints, by line", *map(str, self.activations)])]
 
     @property
     def rules(self) -> Rules:
         """Rules that give each parameter its spec, 12 at most where specs are no more.
 
         They are in the words of the paths, for arrays with logical axis names as well. What is
-        whole has one rule. Where heads are cut, the rule has the size of a head as its unit, so
-        that other meshes do not split them.
+        whole has one rule.
 
         Raises:
             ValueError: No rules of the dialect tell the paths apart.
         """
-        rules = self._ruled.rules
-        assert isinstance(rules, Rules)
-        return rules
-
-    @cached_property
-    def _ruled(self) -> Plan:
-        """Plan of the parameters by the rules."""
-        return ruled(self.step, self.specs, self.mesh)
+        return self._suggestion.rules
 
     @cached_property
     def _suggestion(self) -> Suggestion:
-        """The rules, each with what the step does with its leaves."""
-        return suggestion_of(self._ruled, self.step)
+        """The parameters planned by the rules, each with its leaves."""
+        return ruled(self.step, self.specs, self.mesh)
 
     @cached_property
     def activations(self) -> tuple[Activation, ...]:
@@ -223,10 +209,10 @@ def solve(
     *,
     hardware: Hardware | str | None = None,
     hbm: float | str | None = None,
-    keep: Iterable[str] = (),
-    time_limit: float | None = None,
 ) -> Solution:
     """Find the sharding of a step that takes least time of those that fit.
+
+    An interrupt ends the search, with the best that it has, and its gap.
 
     Args:
         step: What `trace` read.
@@ -234,17 +220,13 @@ def solve(
             that has its links. Default: the step's mesh.
         hardware: The devices: a `Hardware` or its name. Default: that of the topology.
         hbm: Bytes of memory of a device. Default: that of the hardware.
-        keep: What is not chosen: patterns, searched in paths such as "inputs/0/layers/q", of
-            arguments that keep the spec with which the step was traced.
-        time_limit: Seconds after which the search ends with the best that it has, and its gap; so
-            does an interrupt. Default: it ends when nothing can be better.
 
     Returns:
         A `Solution`.
 
     Raises:
         TypeError: There is no hardware, or the step is none.
-        ValueError: Nothing that fits was found; or a pattern of `keep` is in no path.
+        ValueError: Nothing that fits was found.
 
     Example:
         >>> import jax, shardrules as sr
@@ -258,36 +240,32 @@ def solve(
     check_type("step", step, Step, "a Step, as shardrules.trace gives one")
     if not step._paths:
         raise ValueError(f"{step.name}: it was traced without arrays among its arguments")
-    keep = strings("keep", keep)
-    if time_limit is not None:
-        check_real("time_limit", time_limit)
-        if not time_limit >= 0:
-            raise ValueError(f"time_limit is {time_limit}; it must be a number of seconds from 0")
-    if on is not None and not isinstance(on, Topology):
-        as_mesh(on, "on")
     if on is None and step.mesh is None:
         raise TypeError("on: the step was traced without a mesh; give one, or a Topology")
-    topology = on if isinstance(on, Topology) else topology_of(step.mesh if on is None else on)
+    on = step.mesh if on is None else on
+    mesh = step.mesh if isinstance(on, Topology) else as_mesh(on, "on")
+    axes = _AXES if mesh is None else tuple(mesh.shape)
+    topology = on if isinstance(on, Topology) else topology_of(on)
     hardware = hardware_on(topology, hardware)
-    if isinstance(on, Topology):
-        axes = _AXES if step.mesh is None else tuple(step.mesh.shape)
-        # Of those alike the first is the answer: that with most devices along the first axes.
-        meshes: list[Any] = sorted(on.meshes(axes), key=lambda row: [-n for n in row.values()])
-        left_out = tuple(on._other_meshes(axes))
-    else:
-        left_out = ()
-        meshes = [step.mesh if on is None else on]
     if hardware is None:
         raise TypeError("hardware: give the devices, such as 'v5p', or on=Topology('v5p:8x8x8')")
     hardware = as_hardware("hardware", hardware)
     room = hardware.memory_bytes if hbm is None else memory_bytes("hbm", hbm)
-    until = inf if time_limit is None else monotonic() + time_limit
-    searches = []
-    for mesh in meshes:
+    meshes, left_out = on._whole_and_split(axes) if isinstance(on, Topology) else ([on], [])
+
+    def search_on(mesh: Any) -> Search:
         machine = Machine(hardware, dict(as_mesh(mesh).shape), topology)
-        space = Space(step, machine, room, kept_cuts(step, keep, machine.sizes))
-        searches.append(Search(space, mesh, until))
-    best, bound = best_of(searches)
+        return Search(Space(step, machine, room), mesh)
+
+    # Of those alike the first is the answer: that with most devices along the first axes.
+    searches = list(map(search_on, reversed(meshes)))
+
+    def others() -> Iterator[Search]:
+        tried = [search.space.machine.sizes for search in searches]
+        rows = topology._whole_and_split(axes) if topology else ()
+        yield from (search_on(sizes) for row in rows for sizes in row if sizes not in tried)
+
+    best, bound = best_of(searches, others())
     rows = _compiled_shortlist(best, searches, topology)
     refused = [row for row in rows if row.needed]
     if rows[0].refusal and refused:  # predictions are so much too low
@@ -296,9 +274,21 @@ def solve(
         with suppress(ValueError):
             rows += _compiled_shortlist(best_of(searches)[0], searches, topology)
             rows.sort(key=Contender.rank)
-    if rows[0].refusal:
+    answer = rows[0]
+    if answer.refusal:
         raise _refused(rows)
-    return _solution(rows, bound, left_out)
+    return Solution(
+        step=step,
+        mesh=answer.search.mesh,
+        plan=plan_of(step, answer.spread, answer.search.mesh),
+        specs=specs_of(step, answer.spread),
+        choices=tuple(_class_choices(answer)),
+        candidates=tuple(row.row for row in rows),
+        program=answer.program,
+        bound=bound,
+        left_out=tuple(left_out),
+        _spread=answer.spread,
+    )
 
 
 def _compiled_shortlist(
@@ -312,7 +302,7 @@ def _compiled_shortlist(
     with suppress(KeyboardInterrupt):  # then those count that are known
         for row in compiled(entries, topology):
             rows.append(row)
-            progress(f"layout {len(rows)} of {len(entries)} compiled: {row.what}")
+            PROGRESS.get()(f"layout {len(rows)} of {len(entries)} compiled: {row.what}")
     return sorted(rows, key=Contender.rank) or entries[:1]
 
 
@@ -324,25 +314,6 @@ def _refused(rows: list[Contender]) -> ValueError:
         *(f"  {r.what} on {mesh_shown(r.search.space.machine.sizes)}: {r.refusal}" for r in rows),
     ]
     return ValueError(printable_lines(lines))
-
-
-def _solution(
-    rows: list[Contender], bound: float, left_out: tuple[dict[str, int], ...]
-) -> Solution:
-    answer = rows[0]
-    step, mesh = answer.search.space.step, answer.search.mesh
-    return Solution(
-        step=step,
-        mesh=mesh,
-        plan=plan_of(step, answer.spread, mesh),
-        specs=specs_of(step, answer.spread),
-        choices=tuple(_class_choices(answer)),
-        candidates=tuple(row.row for row in rows),
-        program=answer.program,
-        bound=bound,
-        left_out=left_out,
-        _spread=answer.spread,
-    )
 
 
 @record
@@ -395,10 +366,7 @@ def _next_best(layout: Contender, name: int) -> str:
     return min(rows)[-1]
 
 
-_HEADS: Final = frozenset(["heads", "KV heads", "query heads of a KV head"])
-
-
-def ruled(step: Step, specs: Mapping[str, PartitionSpec], mesh: Any) -> Plan:
+def ruled(step: Step, specs: Mapping[str, PartitionSpec], mesh: Any) -> Suggestion:
     """Plan the parameters by rules that give them their specs, in the dialect of the step's."""
     from jax.tree_util import tree_leaves
 
@@ -409,93 +377,46 @@ def ruled(step: Step, specs: Mapping[str, PartitionSpec], mesh: Any) -> Plan:
     else:
         bare = plan_by_rules(tree, Rules(()), mesh)
     leaves = inputs_of(tree, step._function, tree_leaves(bare._leaves.tree))
-    spec_of: dict[str, Entries | RuleSpec] = {}
-    for leaf, row in zip(leaves, step._ranges[place], strict=True):
-        spec = Entries(trimmed(entries_of(specs[step._paths[row]])))
-        units = _head_units(step, step._equations.body.inputs[row], spec, bare.axis_sizes)
-        spec_of[bare.paths[leaf]] = RuleSpec(spec, units=units) if units else spec
-    return with_specs(bare, spec_of)
+    rows = zip(leaves, step._ranges[place], strict=True)
+    spec_of = {bare.paths[leaf]: _entries(specs[step._paths[row]]) for leaf, row in rows}
+    result, draft = with_specs(bare, spec_of)
+    used = frozenset().union(*(axes_named(kind.spec) for kind in result.kinds))
+    whole = [str(pattern) for pattern, value in result.rules if plain_spec(value) == Entries()]
+    unused = tuple(axis for axis in result.axis_sizes if axis not in used)
+    declared = Declared(replicated=tuple(whole), data_axes=unused)
+    reasons = (row._replace(is_understood=True, assumed_head=None) for row in rule_reasons(draft))
+    return Suggestion(result._declaring(declared), tuple(reasons), declared)
 
 
-def _head_units(step: Step, number: int, spec: Entries, mesh: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the units of an array whose heads are cut, and none of them inside."""
-    equations, roles = step._equations, step._roles.of
-    sizes = equations.dims.sizes
-    for dim, (entry, classes) in enumerate(
-        zip(spec, map(equations.dims.classes, equations.values[number].dims), strict=False)
-    ):
-        heads = [c for c in classes if roles.get(c) in _HEADS]
-        behind = [c for c in classes if c not in heads]
-        parts = prod(mesh[axis] for axis in entry_axes(entry))
-        if heads and behind and parts > 1 and prod(sizes[c] for c in heads) % parts == 0:
-            return (*[1] * dim, prod(sizes[c] for c in behind))
-    return ()
+def _entries(spec: Any) -> Entries:
+    """Return the entries of a spec, those of one axis bare, without the last that are None."""
+    return Entries(trimmed(() if spec is None else entries_of(spec)))
 
 
-def with_specs(plan: Plan, specs: Mapping[str, Entries | RuleSpec]) -> Plan:
-    """Plan the leaves of a plan by rules that give each of them its spec.
+def with_specs(plan: Plan, specs: Mapping[str, Entries]) -> tuple[Plan, Draft]:
+    """Plan the leaves of a plan by rules that give each of them its spec, by its path.
 
-    Args:
-        plan: Leaves and mesh; of rules of paths the dialect counts.
-        specs: By path.
+    Of rules of paths the dialect counts.
 
     Raises:
         ValueError: No rules of the dialect can say it; the message names a leaf.
     """
     assert isinstance(plan.rules, Rules)
-    dialect = plan.rules.dialect
+    dialect, wrong = plan.rules.dialect, [""]
     bare = plan.with_rules(Rules((), replace(dialect, unmatched="error")))
     units = units_of(bare)
-    wrong = ""
     for is_tight in (False, True):
-        result = bare.with_rules(draft_of_specs(units, specs, dialect, is_tight=is_tight).rules)
-        wrong = next(_wrong(result, specs), "")
+        draft = draft_of_specs(units, specs, dialect, is_tight=is_tight)
+        result = bare.with_rules(draft.rules)
+        kinds = [result.kinds[number] for number in result.kind_of.tolist()]
+        wrong = [
+            path
+            for path, kind in zip(result.paths, kinds, strict=True)
+            if [*map(entry_axes, _entries(kind.spec))] != [*map(entry_axes, specs[path])]
+        ]
         if not wrong:
-            return result
+            return result, draft
     raise ValueError(
-        f"{brief(wrong)}: rules of the dialect {dialect.name} cannot give it "
-        f"{spec_shown(plain_spec(specs[wrong]))}: rename it, or choose another dialect"
+        f"{brief(wrong[0])}: rules of the dialect {dialect.name} cannot give it "
+        f"{spec_shown(specs[wrong[0]])}: rename it, or choose another dialect"
     )
-
-
-def _wrong(plan: Plan, specs: Mapping[str, Entries | RuleSpec]) -> Iterator[str]:
-    """Yield the paths that have another spec."""
-    for path, number in zip(plan.paths, plan.kind_of.tolist(), strict=True):
-        spec, expected = plan.kinds[number].spec, plain_spec(specs[path])
-        entries = () if spec is None else trimmed(entries_of(spec))
-        if list(map(entry_axes, entries)) != list(map(entry_axes, expected)):
-            yield path
-
-
-def suggestion_of(result: Plan, step: Step) -> Suggestion:
-    """Return the rules of a plan, each with what the step does with its leaves."""
-    used = frozenset().union(*(axes_named(kind.spec) for kind in result.kinds))
-    replicated = tuple(
-        str(pattern) for pattern, value in result.rules if plain_spec(value) == Entries()
-    )
-    unused = tuple(axis for axis in result.axis_sizes if axis not in used)
-    declared = Declared(replicated=replicated, data_axes=unused)
-    return Suggestion(result._declaring(declared), tuple(_reasons(result, step)), declared)
-
-
-def _reasons(result: Plan, step: Step) -> Iterator[Reason]:
-    """Yield a reason for each rule, by the roles that the step gives the first of its leaves."""
-    equations, roles = step._equations, step._roles.of
-    numbers = dict(zip(step._paths, equations.body.inputs, strict=True))
-    kinds = [result.kinds[number] for number in result.kind_of.tolist()]
-    for rule, (pattern, _) in enumerate(result.rules):
-        rows = [row for row, kind in enumerate(kinds) if rule in kind.deciders]
-        dims = []
-        for row in rows[:1]:
-            value = equations.values[numbers[f"inputs/{step._place}/{result.paths[row]}"]]
-            spec = Entries() if kinds[row].spec is None else entries_of(kinds[row].spec)
-            cuts = [*map(entry_axes, spec), *[()] * len(value.shape)]
-            for dim, size in enumerate(value.shape):
-                names = [roles.get(c, "") for c in equations.dims.classes(value.dims[dim])]
-                role = " x ".join(filter(None, names)) or "other"
-                dims.append(CutReason(dim, size, role, cuts[dim]))
-        size = sum(kinds[row].bytes for row in rows)
-        folded = tuple(
-            part.pattern for part in result.folded if not {*part.rows.tolist()}.isdisjoint(rows)
-        )
-        yield Reason(rule, pattern, len(rows), size, folded, tuple(dims), is_understood=True)

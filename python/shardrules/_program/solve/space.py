@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from itertools import combinations
 from math import prod
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-import jax
-
-from shardrules._base.rule_specs import Correction
-from shardrules._base.specs import (
-    entries_of,
-    entries_of_cuts,
-    entry_axes,
-    partition_spec,
-)
-from shardrules._base.text import brief, near_shown
-from shardrules._plan.planning import plan
+from shardrules._base.specs import entries_of, entry_axes
 from shardrules._program.solve.layout import STORED, Assignment, Axes, StepArrays
 from shardrules._program.solve.spread import Spread
 from shardrules._program.step.equations import constrains, inputs_of
@@ -27,10 +15,8 @@ from shardrules._program.step.equations import constrains, inputs_of
 if TYPE_CHECKING:
     from shardrules._program.solve.spread import Machine
     from shardrules._program.step.equations import Cuts
-    from shardrules._program.step.factors import Dims
     from shardrules._program.step.step import Step
 
-_EXACT: Final = Correction(indivisible="error")
 # Classes of which no array is so large a part of the largest one are whole.
 _SMALL: Final = 1e-4
 
@@ -42,20 +28,13 @@ class Space:
         step: What is solved for.
         machine: The devices of the mesh.
         hbm: Bytes of memory of a device.
-        fixed: Cuts of arguments that are not chosen.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        machine: Machine,
-        hbm: int,
-        fixed: Mapping[int, Cuts] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, step: Step, machine: Machine, hbm: int) -> None:
         self.step, self.machine, self.hbm = step, machine, hbm
         self.sizes = {axis: size for axis, size in machine.sizes.items() if size > 1}
         self.arrays = StepArrays(step._equations, step._roles, self.sizes)
-        self.arrays.fixed = self._facts() | dict(fixed) | self._fixed_like(fixed)
+        self.arrays.fixed = self._facts()
         self.values: dict[int, list[Axes]] = {STORED: list(_subsets(self.sizes))}
         for name in self._large_classes():
             size = step._equations.dims.sizes[name]
@@ -109,46 +88,13 @@ class Space:
         parts.update(name for name, role in roles.of.items() if role == "head size")
         sizes = equations.dims.sizes
         pairs = [sorted(pair, key=sizes.__getitem__) for pair in equations.dims.parts]
-        while True:
-            inner = {
-                name
-                for part, whole in pairs
-                if parts.issuperset(equations.dims.classes(whole))
-                for name in equations.dims.classes(part)
-            }
-            if inner <= parts:
-                return parts
-            parts |= inner
-
-    def _fixed_like(self, fixed: Mapping[int, Cuts]) -> dict[int, Cuts]:
-        """Return the cuts of what is like weights that are kept: slices, casts, gradients, state.
-
-        Of gradients and state nothing says whose they are: they are those of all weights with the
-        same classes of dimensions, if these are kept alike.
-        """
-        classes, sources = self.arrays.classes, self.step._roles.weights
-        inputs = self.step._equations.body.inputs
-        kept: dict[frozenset[Dims], set[Cuts | None]] = {}
-        for number in (n for n in inputs if self.arrays.is_weight(n)):
-            kept.setdefault(self._kind(number), set()).add(fixed.get(number))
-        first = {self._kind(number): number for number in inputs if number in fixed}
-        fixed_too = {}
-        for number in filter(self.arrays.is_weight, range(len(classes))):
-            kind = self._kind(number)
-            source = sources.get(number)
-            if source not in fixed:
-                source = first.get(kind) if len(kept.get(kind, ())) == 1 else None
-            if source is not None and number not in fixed and source in fixed:
-                axes = dict(zip(classes[source], fixed[source], strict=True))
-                fixed_too[number] = tuple(axes.get(row, ()) for row in classes[number])
-        return fixed_too
-
-    def _kind(self, number: int) -> frozenset[Dims]:
-        """Return the classes of the dimensions of an array, but for those of loops."""
-        looped = self.step._equations.looped
-        return frozenset(
-            row for row in self.arrays.classes[number] if row and not looped.issuperset(row)
-        )
+        before: set[int] = set()
+        while before != parts:
+            before = set(parts)
+            for part, whole in pairs:
+                if before.issuperset(equations.dims.classes(whole)):
+                    parts.update(equations.dims.classes(part))
+        return parts
 
     def traced(self) -> Assignment:
         """Return the values that are nearest to the layout with which the step was traced.
@@ -254,36 +200,6 @@ def constraint_cuts(eqn: Any) -> Cuts | None:
 def _sharding_cuts(sharding: Any) -> Cuts | None:
     spec = getattr(sharding, "spec", None)
     return None if spec is None else tuple(map(entry_axes, entries_of(spec)))
-
-
-def kept_cuts(step: Step, keep: Iterable[str], sizes: Mapping[str, int]) -> dict[int, Cuts]:
-    """Return the cuts of the arguments that `keep` of `solve` names: those that they have.
-
-    Raises:
-        ValueError: A pattern is none, or is in no path; or a mesh of these axes cannot cut so.
-    """
-    cuts_of, inputs = argument_cuts(step), step._equations.body.inputs
-    kept: dict[int, Cuts] = {}
-    for pattern in keep:
-        try:
-            rows = [row for row, path in enumerate(step._paths) if re.search(pattern, path)]
-        except re.error as error:
-            raise ValueError(f"keep: {brief(pattern)} is no pattern: {error}") from error
-        if not rows:
-            raise ValueError(
-                f"keep: {brief(pattern)} is in no path{near_shown(pattern, step._paths)}"
-            )
-        for row in rows:
-            value = step._equations.values[inputs[row]]
-            spec = partition_spec(*entries_of_cuts(cuts_of[row] or ()))
-            leaf = jax.ShapeDtypeStruct(value.shape, value.dtype)
-            kind = plan([leaf], [spec], dict(sizes), correction=_EXACT).kinds[0]
-            lost = [loss.message for loss in kind.losses if loss.axes]
-            if kind.spec is None or lost:
-                raise ValueError(f"keep: {step._paths[row]}: {kind.message or lost[0]}")
-            cuts = [tuple(a for a in entry_axes(e) if sizes[a] > 1) for e in entries_of(kind.spec)]
-            kept[inputs[row]] = tuple(cuts + [()] * (len(value.shape) - len(cuts)))
-    return kept
 
 
 def _subsets(axes: Iterable[str]) -> Iterable[Axes]:

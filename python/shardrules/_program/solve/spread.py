@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import pairwise, product
-from math import gcd, log2, prod
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from math import gcd, prod
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from shardrules._program.step.equations import CONSTRAINTS
 from shardrules._program.work import KERNEL_EFFICIENCY
 
 if TYPE_CHECKING:
@@ -39,17 +38,12 @@ class SpreadCollective(NamedTuple):
     payload: int
     """Bytes on a device: the result of an all-gather, the operand of all others."""
     trips: int
-    operation: TracedOperation
     value: int
     """The array that is gathered, or of whose terms the sum is."""
 
 
-class Need(NamedTuple):
-    """Cuts to which an operation brings an array that it reads."""
-
-    cuts: Cuts
-    trips: int
-    operation: TracedOperation
+Need = tuple["Cuts", int]
+"""Cuts to which an operation brings an array that it reads, and how often it runs."""
 
 
 class Spread:
@@ -106,12 +100,7 @@ class Spread:
     def run(self, operation: TracedOperation, trips: int) -> None:
         """Count one operation, and bring its results to their layout."""
         self._now, self._trips = operation, trips
-        if operation.name in CONSTRAINTS and operation.inputs[0] is not None:
-            cuts = self._cuts[operation.outputs[0]] = self.target(operation.outputs[0])
-            self._move(operation.inputs[0], cuts)
-        elif operation.name == "shard_map":
-            self._run_manual(operation)
-        elif operation.bodies:
+        if operation.bodies:
             self._run_inside(operation)
         elif operation.rule is not None:
             self._compute(operation, operation.rule)
@@ -126,24 +115,19 @@ class Spread:
                 del self._cuts[number]
 
     def _run_inside(self, operation: TracedOperation) -> None:
-        """Bring what a loop or branch reads to the layout of its inputs, and take its results."""
+        """Bring what a loop or branch reads to the layout of its inputs, and take its results.
+
+        Of code by device these are its specs.
+        """
+        manual, known = self._equations.manual, self.arrays.known
         for body in operation.bodies:
             for outer, inner, is_slice in operation.arguments(body):
                 if outer is not None and inner != outer:
-                    cuts = self.target(inner)
+                    cuts = known(outer, manual[inner]) if inner in manual else self.target(inner)
                     self._move(outer, ((), *cuts) if is_slice else cuts)
             for made, result, is_stack in operation.results(body):
-                cuts = () if result is None else self.cuts(result)
-                self._cuts[made] = self.arrays.known(made, ((), *cuts) if is_stack else cuts)
-
-    def _run_manual(self, operation: TracedOperation) -> None:
-        """Bring arguments to the specs of code by device."""
-        manual = self._equations.manual
-        for outer, inner, _ in operation.arguments(operation.bodies[0]):
-            if outer is not None:
-                self._move(outer, self.arrays.known(outer, manual[inner]))
-        for number in operation.outputs:
-            self._cuts[number] = self.arrays.known(number, manual[number])
+                cuts = manual.get(made, () if result is None else self.cuts(result))
+                self._cuts[made] = known(made, ((), *cuts) if is_stack else cuts)
 
     # Products, and all else that has factors
 
@@ -170,21 +154,19 @@ class Spread:
     def _options(self, operation: TracedOperation, rule: Rule) -> dict[str, list[int]]:
         """Return by axis the factors of an operation that it may cut."""
         options: dict[str, list[int]] = {}
-        for number, dims in operation.operands():
-            by_factor = _factor_cuts(rule, dims, self.cuts(number), self.sizes)
+        results = zip(operation.outputs, rule.results, strict=True)
+        rows = [(dims, self.cuts(number), False) for number, dims in operation.operands()]
+        rows += [(dims, self.target(number), True) for number, dims in results]
+        for dims, cuts, is_result in rows:
+            by_factor = _factor_cuts(rule, dims, cuts, self.sizes)
             closed = _closed_factors(rule, by_factor, self.sizes)
-            for factor, names in by_factor.items():
-                for name in names:
+            for factor, name in ((f, name) for f, names in by_factor.items() for name in names):
+                if not is_result:
                     places = options.setdefault(name, [])
                     if factor not in places and factor not in closed:
                         places.append(factor)
-        for result, dims in zip(operation.outputs, rule.results, strict=True):
-            by_factor = _factor_cuts(rule, dims, self.target(result), self.sizes)
-            closed = _closed_factors(rule, by_factor, self.sizes)
-            for factor, names in by_factor.items():
-                if factor not in closed:  # a device has the whole, and needs its part
-                    for name in names:
-                        options.setdefault(name, [factor])
+                elif factor not in closed:  # a device has the whole, and needs its part
+                    options.setdefault(name, [factor])
         return options
 
     def _cheapest(
@@ -202,28 +184,17 @@ class Spread:
 
     def _cost(self, operation: TracedOperation, rule: Rule, choice: dict[int, Axes]) -> float:
         """Return the bytes that a device sends if an operation computes with these axes."""
-        total = sum(
-            self._sent(number, self.cuts(number), _array_cuts(dims, choice))
-            for number, dims in operation.operands()
-        )
-        summed = [axis for factor in rule.summed for axis in choice.get(factor, ())]
+        moves = [(n, self.cuts(n), _array_cuts(dims, choice)) for n, dims in operation.operands()]
+        summed = tuple(axis for factor in rule.summed for axis in choice.get(factor, ()))
+        sent: list[tuple[str, Axes, int]] = []
         for number, dims in zip(operation.outputs, rule.results, strict=True):
             cuts = _array_cuts(dims, choice)
-            if summed:
-                total += self._ring("all-reduce", summed, self.arrays.bytes(number, cuts))
-            total += self._sent(number, cuts, self.target(number))
-        return total
-
-    def _sent(self, number: int, before: Cuts, after: Cuts) -> float:
-        """Return the bytes that a device sends to bring an array from some cuts to others."""
-        return sum(
-            self._ring(kind, axes, payload)
-            for kind, axes, payload in self._moves(number, before, after)
-        )
-
-    def _ring(self, kind: str, axes: Iterable[str], payload: int) -> float:
-        count = self.arrays.count(tuple(axes))
-        return (2 if kind == "all-reduce" else 1) * payload * (count - 1) / count
+            moves.append((number, cuts, self.target(number)))
+            if summed:  # twice the bytes
+                sent += [("all-reduce", summed, 2 * self.arrays.bytes(number, cuts))]
+        sent += [row for move in moves for row in self._moves(*move)]
+        counts = [self.arrays.count(axes) for _, axes, _ in sent]
+        return sum(row[2] * (count - 1) / count for row, count in zip(sent, counts, strict=True))
 
     # Sums
 
@@ -280,15 +251,14 @@ class Spread:
         self.reads[id(self._now), number] = cuts
         if self.cuts(number) == cuts:
             return
-        need = Need(cuts, self._trips, self._now)
         if number in self._cuts:
-            self.send(number, [need])
+            self.send(number, [(cuts, self._trips)])
         else:
-            self.needs.setdefault(number, []).append(need)
+            self.needs.setdefault(number, []).append((cuts, self._trips))
 
     def send(self, number: int, needs: Iterable[Need]) -> None:
         """Count what brings an array to other cuts; a copy that is there already is used again."""
-        for cuts, self._trips, self._now in needs:
+        for cuts, self._trips in needs:
             if (number, cuts) not in self._copies:
                 self._copies.add((number, cuts))
                 for kind, axes, payload in self._moves(number, self.cuts(number), cuts):
@@ -296,8 +266,7 @@ class Spread:
 
     def _send(self, kind: CollectiveKind, axes: Axes, payload: int, value: int) -> None:
         in_order = tuple(axis for axis in self.sizes if axis in axes)
-        row = SpreadCollective(kind, in_order, payload, self._trips, self._now, value)
-        self.sent.append(row)
+        self.sent.append(SpreadCollective(kind, in_order, payload, self._trips, value))
 
     def _moves(
         self, number: int, before: Cuts, after: Cuts
@@ -433,76 +402,17 @@ class Seconds(NamedTuple):
         return Seconds(self[0] - a, self[1] - b, self[2] - c, self[3] - d)
 
 
-class Price:
-    """Seconds of operations under a layout."""
-
-    def __init__(self, spread: Spread, machine: Machine) -> None:
-        self._spread, self._machine = spread, machine
-        self._rates: dict[tuple[Any, ...], float] = {}
-
-    def of_step(self) -> Seconds:
-        """Return the seconds of all that the step computes and sends."""
-        running = self._spread.arrays.equations.operations(on_device=True)
-        return self.computing(running).plus(self.sending(self._spread.sent))
-
-    def computing(self, operations: Iterable[tuple[TracedOperation, int]]) -> Seconds:
-        """Return the seconds of operations, each of its products or of reading and writing."""
-        compute = memory = 0.0
-        for operation, trips in operations:
-            products, moved = self._operation(operation)
-            if products >= moved:
-                compute += products * trips
-            else:
-                memory += moved * trips
-        return Seconds(compute, memory)
-
-    def sending(self, rows: Iterable[SpreadCollective]) -> Seconds:
-        """Return the seconds of collectives: products wait for activations alone."""
-        meanwhile = alone = 0.0
-        arrays = self._spread.arrays
-        for row in rows:
-            seconds = row.payload * row.trips * self._rate(row)
-            is_gradient = "reduce" in row.kind and arrays.is_weight(row.value)
-            if is_gradient or row.value in arrays.roles.weights:
-                meanwhile += seconds
-            else:
-                alone += seconds
-        return Seconds(0.0, 0.0, meanwhile, alone)
-
-    def _rate(self, row: SpreadCollective) -> float:
-        """Return the seconds of a collective for each byte of its payload."""
-        key = row.kind, row.axes
-        if key not in self._rates:
-            sent = self._machine.sent(*key, 1)
-            self._rates[key] = self._machine.seconds(*key, sent)
-        return self._rates[key]
-
-    def _operation(self, operation: TracedOperation) -> tuple[float, float]:
-        """Return the seconds of an operation's products, and those of reading and writing."""
-        if not is_apart(operation):
-            return 0.0, 0.0
-        spread, hardware = self._spread, self._machine.hardware
-        reads = [number for number in operation.inputs if number is not None]
-        dtype = spread.arrays.equations.values[reads[0]].dtype if reads else None
-        rates = hardware.flops_per_second  # those without a figure have that of bfloat16
-        peak = rates.get(getattr(dtype, "name", "bfloat16"), rates.get("bfloat16"))
-        share = KERNEL_EFFICIENCY if operation.rule is None else hardware.efficiency
-        speed = (peak or min(rates.values())) * share
-        moved = sum(map(spread.bytes, {*reads, *operation.outputs}))
-        flops = operation.flops / spread.share(operation)
-        return flops / speed, moved / hardware.memory_bytes_per_second
-
-
 def is_apart(operation: TracedOperation) -> bool:
     """Say whether XLA computes an operation by itself, and not where its result is read."""
     return operation.name in _MADE or operation.rule is None
 
 
 class Machine:
-    """Hardware, and the networks under the axes of a mesh.
+    """Hardware, the networks under the axes of a mesh, and the seconds that operations take on it.
 
     Without a topology devices stand side by side along the last axis, as `jax.make_mesh` has them,
-    so that the last axes are those inside a slice or node, as far as its devices go.
+    so that the last axes are those inside a slice or node, as far as its devices go; there axes
+    share the links of a torus evenly.
     """
 
     def __init__(
@@ -514,13 +424,51 @@ class Machine:
             self._links = cache(partial(topology._links, topology.mesh(sizes)))
         self._inside: dict[str, int] = {}
         remaining = hardware.link_devices
-        for axis in reversed(list(sizes)):
-            most = min(remaining, sizes[axis])
-            self._inside[axis] = next(n for n in range(most, 0, -1) if sizes[axis] % n == 0)
+        for axis, size in reversed(self.sizes.items()):
+            most = min(remaining, size)
+            self._inside[axis] = next(n for n in range(most, 0, -1) if size % n == 0)
             remaining //= self._inside[axis]
-        self._dimensions = _dimensions(self._inside, hardware.torus_dimensions)
+        self._rate = cache(lambda kind, axes: self.seconds(kind, axes, self.sent(kind, axes, 1)))
 
-    def sent(self, kind: CollectiveKind, axes: Sequence[str], payload: int) -> float:
+    def computing(
+        self, spread: Spread, operations: Iterable[tuple[TracedOperation, int]]
+    ) -> Seconds:
+        """Return the seconds of operations, each of its products or of reading and writing."""
+        compute = memory = 0.0
+        for operation, trips in operations:
+            if is_apart(operation):
+                products, moved = self._operation(spread, operation)
+                if products >= moved:
+                    compute += products * trips
+                else:
+                    memory += moved * trips
+        return Seconds(compute, memory)
+
+    def _operation(self, spread: Spread, operation: TracedOperation) -> tuple[float, float]:
+        """Return the seconds of an operation's products, and those of reading and writing."""
+        reads = [number for number in operation.inputs if number is not None]
+        dtype = spread.arrays.equations.values[reads[0]].dtype if reads else None
+        rates = self.hardware.flops_per_second  # those without a figure have that of bfloat16
+        peak = rates.get(getattr(dtype, "name", "bfloat16"), rates.get("bfloat16"))
+        share = KERNEL_EFFICIENCY if operation.rule is None else self.hardware.efficiency
+        speed = (peak or min(rates.values())) * share
+        moved = sum(map(spread.bytes, {*reads, *operation.outputs}))
+        flops = operation.flops / spread.share(operation)
+        return flops / speed, moved / self.hardware.memory_bytes_per_second
+
+    def sending(self, arrays: StepArrays, rows: Iterable[SpreadCollective]) -> Seconds:
+        """Return the seconds of collectives: products wait for activations alone."""
+        meanwhile = alone = 0.0
+        for row in rows:
+            seconds = row.payload * row.trips * self._rate(row.kind, row.axes)
+            is_gradient = "reduce" in row.kind and arrays.is_weight(row.value)
+            if is_gradient or row.value in arrays.roles.weights:
+                meanwhile += seconds
+            else:
+                alone += seconds
+        return Seconds(0.0, 0.0, meanwhile, alone)
+
+    def sent(self, kind: str, axes: Sequence[str], payload: int) -> float:
         """Return the bytes that a device sends by rings, as the compiler writes a collective."""
         rounds = 2 if kind == "all-reduce" else 1
         if self._links is not None and kind in self._links(axes).summed:
@@ -534,28 +482,13 @@ class Machine:
             return size / self._links(axes).rate
         devices = prod(self.sizes[axis] for axis in axes)
         inside = prod(self._inside[axis] for axis in axes)
-        outside = devices // inside
         # First between slices, each device with its part; then inside of them.
-        share = (outside - 1) / (devices - 1)
+        share = (devices // inside - 1) / (devices - 1)
         if kind == "all-to-all":
             share *= inside
-        return max(
-            size * share / self.hardware.dcn_bytes_per_second,
-            size * (1 - share) / self._link_rate(axes) if inside > 1 else 0.0,
-        )
-
-    def _link_rate(self, axes: Iterable[str]) -> float:
-        dimensions = sum(self._dimensions[axis] for axis in axes)
-        share = min(1.0, dimensions / self.hardware.torus_dimensions)
-        return self.hardware.link_bytes_per_second * share
-
-
-def _dimensions(inside: Mapping[str, int], torus: int) -> dict[str, int]:
-    """Return {mesh axis: dimensions of the torus that it lies along}: one, the largest the rest."""
-    sizes = {axis: int(size > 1) for axis, size in inside.items()}
-    remaining = torus - sum(sizes.values())
-    for axis in sorted(inside, key=lambda axis: -inside[axis]):
-        next_size = max(0, min(remaining, int(log2(inside[axis])) - 1))
-        sizes[axis] += next_size
-        remaining -= next_size
-    return sizes
+        rate = self.hardware.link_bytes_per_second
+        if self.hardware.torus_dimensions > 1:
+            near = [axis for axis, count in self._inside.items() if count > 1]
+            rate *= len({*axes}.intersection(near)) / max(1, len(near))
+        within = size * (1 - share) / rate if inside > 1 else 0.0
+        return max(size * share / self.hardware.dcn_bytes_per_second, within)

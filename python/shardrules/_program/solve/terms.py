@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardrules._program.solve.spread import Price, Seconds, Spread, is_apart
+from shardrules._program.solve.spread import Seconds, Spread, is_apart
 
 if TYPE_CHECKING:
     from shardrules._program.solve.layout import Axes
@@ -42,7 +42,6 @@ class Terms:
     def __init__(self, space: Space) -> None:
         self.space = space
         self._probe = Spread(space.arrays, {})
-        self._price = Price(self._probe, space.machine)
         self._running = {id(operation) for operation, _ in space.step._equations.operations()}
         self._evaluated: dict[tuple[Any, ...], tuple[Seconds, dict[int, list[Need]]]] = {}
         groups = [
@@ -70,23 +69,20 @@ class Terms:
     def _is_free(self, operation: TracedOperation) -> bool:
         """Say whether an operation costs nothing in any layout, as its arrays are cut alike."""
         arrays, rule = self.space.arrays, operation.rule
-        if operation.name == "scan":
+        if operation.name == "scan":  # whose dimension of loops is whole
             (body,) = operation.bodies
             return all(
                 (arrays.classes[outer][is_slice:], arrays.is_weight(outer))
                 == (arrays.classes[inner], arrays.is_weight(inner))
-                and not (is_slice and set(arrays.classes[outer][0]) & self.space.values.keys())
                 for outer, inner, is_slice in operation.arguments(body) + operation.results(body)
                 if outer is not None and inner is not None and outer != inner
             )
         if rule is None or rule.summed or is_apart(operation):
             return False
-        if rule.is_identity:
-            return True
-        numbers = [n for n in _numbers(operation) if any(arrays.classes[n])]
-        kinds = {(arrays.classes[n], arrays.is_weight(n)) for n in numbers}
+        alike = {arrays.first[n] for n in _numbers(operation) if any(arrays.classes[n])}
         is_turned = operation.name == "transpose"  # of a square array: the axes stay in their place
-        return len(kinds) < 2 and not rule.whole and not rule.minor and not is_turned
+        is_alike = len(alike) < 2 and not rule.whole and not rule.minor and not is_turned
+        return rule.is_identity or is_alike
 
     def seconds(self, place: int, assignment: Mapping[int, Axes]) -> Seconds:
         """Return the seconds of a term if its variables have these values."""
@@ -101,7 +97,7 @@ class Terms:
             return Seconds()
         self._probe.begin(assignment)
         self._probe.send(number, needs)
-        return self._price.sending(self._probe.sent)
+        return self.space.machine.sending(self.space.arrays, self._probe.sent)
 
     def _evaluate(
         self, place: int, assignment: Mapping[int, Axes]
@@ -117,7 +113,9 @@ class Terms:
             for number in probe.needs.keys() - shared:
                 probe.send(number, probe.needs[number])
             running = (row for row in term.operations if id(row[0]) in self._running)
-            seconds = self._price.computing(running).plus(self._price.sending(probe.sent))
+            machine = self.space.machine
+            seconds = machine.computing(probe, running)
+            seconds = seconds.plus(machine.sending(self.space.arrays, probe.sent))
             self._evaluated[key] = seconds, shared
         return self._evaluated[key]
 
@@ -175,27 +173,17 @@ class Resident:
 
     def __init__(self, space: Space) -> None:
         self._space = space
-        self.groups: list[tuple[tuple[int, ...], Counter[int]]] = []
-        """Variables, and the arrays of one time that depend on them, with how many are alike."""
+        self.groups: list[tuple[tuple[int, ...], list[int]]] = []
+        """Variables, and the arrays of one time that depend on them."""
         self.times: list[list[int]] = []
         """Numbers of the groups that are alive together."""
         for time in _alive_together(space.step):
-            groups: dict[tuple[int, ...], Counter[int]] = {}
-            for number, count in self._alike(time).items():
-                groups.setdefault(space.scope_of([number]), Counter())[number] = count
+            groups: dict[tuple[int, ...], list[int]] = {}
+            for number in time:
+                groups.setdefault(space.scope_of([number]), []).append(number)
             self.times.append(list(range(len(self.groups), len(self.groups) + len(groups))))
             self.groups += groups.items()
         self._bytes: dict[tuple[Any, ...], int] = {}
-
-    def _alike(self, numbers: Iterable[int]) -> Counter[int]:
-        """Return {an array: how many there are that have its dtype, shape and layout}."""
-        values, arrays = self._space.step._equations.values, self._space.arrays
-        first: dict[Any, int] = {}
-        counts: Counter[int] = Counter()
-        for number in numbers:
-            key = (*values[number][:2], arrays.first[number], arrays.fixed.get(number))
-            counts[first.setdefault(key, number)] += 1
-        return counts
 
     def bytes(self, assignment: Mapping[int, Axes]) -> int:
         """Return the bytes that a device needs."""
@@ -206,15 +194,14 @@ class Resident:
         scope, numbers = self.groups[group]
         key = (group, *[assignment[name] for name in scope])
         if key not in self._bytes:
-            rows = numbers.items()
-            self._bytes[key] = sum(self._array(n, assignment) * count for n, count in rows)
+            self._bytes[key] = sum(self._array(number, assignment) for number in numbers)
         return self._bytes[key]
 
     def largest(self, assignment: Mapping[int, Axes]) -> list[tuple[int, int]]:
-        """List (bytes, array) of what is alive when most is, the largest first; alike ones once."""
+        """List (bytes, array) of what is alive when most is, the largest first."""
         most = max(self.times, key=lambda time: sum(self.of(group, assignment) for group in time))
-        rows = (row for group in most for row in self.groups[group][1].items())
-        return sorted(((self._array(n, assignment) * count, n) for n, count in rows), reverse=True)
+        numbers = (number for group in most for number in self.groups[group][1])
+        return sorted(((self._array(n, assignment), n) for n in numbers), reverse=True)
 
     def _array(self, number: int, assignment: Mapping[int, Axes]) -> int:
         """Return the bytes of an array on a device."""

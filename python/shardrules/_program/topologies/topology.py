@@ -347,25 +347,22 @@ class Topology:
         Raises:
             ImportError: The compiler is not installed.
         """
+        return self._whole_and_split(axes)[0]
+
+    def _whole_and_split(
+        self, axes: Sequence[str]
+    ) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
+        """List the sizes of these axes that have all devices: `meshes`, and all others."""
         axes = strings("axes", axes)
-        return [
-            sizes
-            for shape in mesh_shapes(self.device_count, len(axes))
-            if self._is_whole(sizes := dict(zip(axes, shape, strict=True)))
-        ]
-
-    def _other_meshes(self, axes: Sequence[str]) -> list[dict[str, int]]:
-        """List the sizes of these axes that have all devices, and are not among `meshes`."""
-        shapes = mesh_shapes(self.device_count, len(axes))
-        all_sizes = [dict(zip(axes, shape, strict=True)) for shape in shapes]
-        return [sizes for sizes in all_sizes if not self._is_whole(sizes)]
-
-    def _is_whole(self, sizes: Mapping[str, int]) -> bool:
-        try:
-            self._arranged(sizes, is_split=False)
-        except (NotImplementedError, ValueError):
-            return False
-        return True
+        whole, split = [], []
+        for shape in mesh_shapes(self.device_count, len(axes)):
+            sizes = dict(zip(axes, shape, strict=True))
+            try:
+                self._arranged(sizes, is_split=False)
+                whole.append(sizes)
+            except (NotImplementedError, ValueError):
+                split.append(sizes)
+        return whole, split
 
     def links(self, mesh: Mesh) -> dict[str, str]:
         """Say of each axis of a mesh of these devices how its devices are connected.
