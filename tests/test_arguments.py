@@ -214,7 +214,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Plan.check": (PLAN.check, {}),
     "Plan.diff": (PLAN.diff, {"other": PLAN}),
     "Plan.explain": (PLAN.explain, {"path": "w"}),
-    "Plan.for_gradients": (PLAN.for_gradients, {}),
     "Plan.for_optimizer": (PLAN.for_optimizer, {"state": TREE}),
     "Plan.from_lock": (sr.Plan.from_lock, {"lock": PLAN.lock()}),
     "Plan.kind": (PLAN.kind, {"path": "w"}),

@@ -69,8 +69,7 @@ def test_a_suggested_plan_carries_what_is_declared_about_it():
     found = sr.suggest(models.llama(), {"dp": 2, "fsdp": 2, "tp": 2})
     plan = found.plan
     state = {"mu": models.llama(), "nu": models.llama()}
-    for one in (plan, plan.on_mesh({"dp": 4, "fsdp": 2, "tp": 1}), plan.for_optimizer(state),
-                plan.for_gradients(), sr.plan(models.llama(), plan)):  # fmt: skip
+    for one in (plan, plan.on_mesh({"dp": 4, "fsdp": 2, "tp": 1}), plan.for_optimizer(state), sr.plan(models.llama(), plan)):  # fmt: skip
         assert not one.check().at_least("warning")
     assert plan.check() == plan.check(**found.declared)
     # Other rules have declarations of their own.

@@ -86,7 +86,6 @@ def planning() -> None:
     assert_type(plan.transfer(plan), sr.types.Transfer)
     assert_type(plan.transfer(plan)[0], sr.types.TransferRow)
     plan.transfer(MESH)  # type: ignore[arg-type]
-    assert_type(plan.for_gradients("float32"), sr.Plan)
     plan.for_optimizer(PARAMS, zero1="dp")
     assert_type(plan.sweep(devices=8)[0], sr.types.SweepRow)
     assert_type(sr.read_hardware("node.toml"), sr.Hardware)

@@ -22,7 +22,6 @@ from shardrules._base.arguments import (
     integer,
     strings,
 )
-from shardrules._base.dtypes import given_dtype
 from shardrules._base.io import write_text
 from shardrules._base.mistakes import check_arrays
 from shardrules._base.rule_specs import MemoryKind, check_memory_kind, plain_spec
@@ -50,12 +49,7 @@ from shardrules._plan.leaves import Leaves, axes_said, leaves_by_specs, redecide
 from shardrules._plan.memory import DeviceBytes, Training, hbm_bytes
 from shardrules._plan.report import HasSection, Page, plan_page, plan_text, table_html
 from shardrules._plan.resolve import OnMesh, SizedMesh, put_by_rules, sized_mesh
-from shardrules._plan.state import (
-    find_parameters,
-    leaves_with_gradients,
-    put_gradients,
-    put_state,
-)
+from shardrules._plan.state import find_parameters, put_state
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.matcher import Coverage
 from shardrules._rules.rules import Rules
@@ -296,34 +290,6 @@ class Plan(Decider):
             check_arrays("state", state)
         with_parameters = find_parameters(self._leaves, leaves, said)
         on_mesh = partial(put_state, self, with_parameters, zero1, memory_kind)
-        return Plan._of(on_mesh, self._mesh, self._declared)
-
-    def for_gradients(self, dtype: Any = None) -> Plan:
-        """Plan the parameters' gradients: the same tree and specs, on the device.
-
-        Gradients are those of real and complex numbers, and of parameters: what `DeviceBytes`
-        counts as the optimizer's has none. In the tree, None stands for a leaf
-        without gradient. If a parameter's spec has `reduced` axes, the gradient's has them as
-        `unreduced`, and the other way about, as in JAX.
-
-        Args:
-            dtype: Their dtype, such as "float32" for accumulators. Default: the parameters' own.
-
-        Raises:
-            ValueError: No leaf has a gradient, or the dtype is unknown.
-
-        Example:
-            >>> import jax, shardrules as sr
-            >>> params = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
-            >>> plan = sr.plan(params, [("w", "fsdp")], {"fsdp": 4})
-            >>> print(plan.for_gradients("float32"))
-            1 leaf, 256 B on fsdp=4 (4 devices): 64 B on the fullest device: params 64 B
-            path  leaves  shape   dtype    rule  spec             bytes  per device
-            w          1  [8, 8]  float32     0  P('fsdp', None)  256 B        64 B
-        """
-        checked = None if dtype is None else given_dtype("dtype", dtype)
-        leaves = leaves_with_gradients(self._leaves, checked)
-        on_mesh = partial(put_gradients, self, leaves)
         return Plan._of(on_mesh, self._mesh, self._declared)
 
     def check(

@@ -1,4 +1,4 @@
-"""Plans that follow a plan of parameters: the optimizer's state, with ZeRO-1, and gradients."""
+"""Plans that follow a plan of parameters: the optimizer's state, with ZeRO-1."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._base.dtypes import bits_of, is_inexact
+from shardrules._base.dtypes import is_inexact
 from shardrules._base.rule_specs import MemoryKind
 from shardrules._base.specs import (
     Dim,
@@ -22,11 +22,8 @@ from shardrules._base.specs import (
     entry_axes,
     entry_of,
     is_unconstrained,
-    tags_of,
-    tags_shown,
     with_dims,
     with_entries,
-    with_tags,
 )
 from shardrules._base.text import brief
 from shardrules._place.mesh import has_devices
@@ -405,66 +402,3 @@ def _cut_by_zero1(
     dim = max(held, key=held.__getitem__)
     entries[dim] = entry_of((*entry_axes(entries[dim]), axis))
     return with_entries(spec, entries)
-
-
-def leaves_with_gradients(params: Leaves, dtype: Any) -> Leaves:
-    """Return the leaves that have gradients, with None in the tree for the others."""
-    rows = params.rows_by_role.gradients
-    if params.paths and not len(rows):
-        raise ValueError(
-            "no leaf has a gradient: there are integers, booleans or states of an optimizer "
-            "alone; plan the parameters"
-        )
-    kinds, kind_of = np.unique(params.kind_of[rows], return_inverse=True)
-    types = [params.types[kind] for kind in kinds.tolist()]
-    if dtype is not None:
-        types = [leaf._replace(dtype=dtype, bits=bits_of(dtype)) for leaf in types]
-    return replace(
-        params,
-        tree=_without_others(params, rows.tolist()),
-        paths=[params.paths[row] for row in rows],
-        sources=[params.sources[row] for row in rows],
-        kind_of=kind_of.astype(np.int32),
-        types=types,
-        follows_parameters=True,
-        companions=(),
-        links={},
-    )
-
-
-def _without_others(params: Leaves, rows: list[int]) -> Any:
-    """Return the tree with the new number of each of these rows."""
-    if len(rows) == len(params.paths):
-        return params.tree
-    from jax import tree_util
-
-    number_of = {row: number for number, row in enumerate(rows)}
-    return tree_util.tree_map(number_of.get, params.tree)
-
-
-def put_gradients(params: Plan, leaves: Leaves, mesh: SizedMesh) -> tuple[Leaves, list[Kind]]:
-    """Put the gradients on the mesh, where their parameters may stand already."""
-    params = params._on(mesh)
-    numbers = np.unique(params.kind_of[params._leaves.rows_by_role.gradients]).tolist()
-    kinds = [
-        _gradient_kind(leaf, params.kinds[number], params.axis_sizes)
-        for number, leaf in zip(numbers, leaves.types, strict=True)
-    ]
-    return leaves, kinds
-
-
-def _gradient_kind(leaf: LeafType, parameter: Kind, axis_sizes: Mapping[str, int]) -> Kind:
-    spec, origin = parameter.spec, parameter.origin
-    if spec is not None and (tags := tags_of(spec)):
-        # As in JAX, a gradient is unreduced along the axes along which its parameter is reduced.
-        swapped = {
-            "unreduced": sorted(set(tags.get("reduced", ())) - axes_named(spec)),
-            "reduced": tags.get("unreduced", []),
-        }
-        spec = with_tags(spec, {name: axes for name, axes in swapped.items() if axes})
-        told = ", ".join(tags_shown(spec))
-        origin = "; ".join(filter(None, (origin, told and f"a gradient, {told}"))) or None
-    # They are made on the device, wherever the parameters are.
-    return kind_of(
-        leaf, parameter, axis_sizes, spec=spec, _counted=None, origin=origin, memory_kind=None
-    )
