@@ -10,9 +10,8 @@ import re
 from dataclasses import replace
 from html import escape, unescape
 from html.parser import HTMLParser
-from itertools import groupby, product
+from itertools import product
 from pathlib import Path
-from time import process_time
 from types import SimpleNamespace
 
 import jax
@@ -117,16 +116,15 @@ class Page(HTMLParser):
     @property
     def rows(self):
         """(pattern, kind, number of leaves) of each folded row."""
-        columns = self.data["rows"]
-        patterns = ["".join(parts) for parts in columns["paths"]]
-        kinds = [self.data["kinds"][kind] for kind in columns["kinds"]]
-        return list(zip(patterns, kinds, columns["leaves"], strict=True))
+        data = self.data
+        return [(pattern, data["kinds"][kind], leaves) for pattern, kind, leaves in data["rows"]]
 
 
 def test_content(deepseek):
     text = deepseek.to_html(sections=[FINDINGS, deepseek.sweep()], title="DeepSeek-V3")
     page = Page(text)
     assert page.title == "DeepSeek-V3"
+    assert len(text) < 100_000
     assert page.headings == ["Findings", "Bytes per device, by module", "Leaves", "Rules", "Meshes"]
     assert f"<p>{deepseek.bytes_per_device()}</p>" in text
     assert text.index("<b>error</b>[unmatched]") < text.index("<b>warning</b>[catch-all]")
@@ -143,40 +141,31 @@ def test_content(deepseek):
     }
 
 
-GRADIENTS = ["--gradients", "float32"]
 ADAM = {"gradients": "bfloat16", "optimizer": ("float32", "float32")}
 
 
 # A train state whose moments are partly in the tree, partly in the host's memory.
 STATE = {"params": [["layers/0/w", [64, 64], "BF16"], ["layers/1/w", [64, 64], "BF16"], ["n", [64], "F32"],
                     ["opt_state/mu/w", [64, 64], "F32"], ["opt_state/nu/w", [64, 64], "F32"]]}  # fmt: skip
-STATE_RULES = """
-[[rules]]
-pattern = "nu/w"
-spec = ["fsdp", "tp"]
-memory_kind = "pinned_host"
-[[rules]]
-pattern = "w"
-spec = ["fsdp", "tp"]
-[[rules]]
-pattern = "n"
-spec = []
-"""
+STATE_RULES = """rules = [
+    {pattern = "nu/w", spec = ["fsdp", "tp"], memory_kind = "pinned_host"}, ["w", ["fsdp", "tp"]], ["n", []]
+]"""
 
 
-@pytest.mark.parametrize("gradients", [[], GRADIENTS])
+@pytest.mark.parametrize("gradients", [[], ["--gradients", "float32"]])
 def test_the_page_says_what_the_command_line_says(tmp_path, gradients):
     """Its bytes and whether they fit, to the byte, as text, JSON and page."""
 
+    (tmp_path / "m.json").write_text(json.dumps(STATE))
+    (tmp_path / "r.toml").write_text(STATE_RULES)
+    html = tmp_path / "plan.html"
+    plan = ["plan", tmp_path / "m.json", "-r", tmp_path / "r.toml", "-m", "fsdp=4,tp=2,sp=1", *gradients]
+
     def run(*more):
-        result = invoke(*plan, *gradients, *more)
+        result = invoke(*plan, *more)
         assert result.exit_code == 0, result.output
         return result.stdout
 
-    model, rules, html = tmp_path / "m.json", tmp_path / "r.toml", tmp_path / "plan.html"
-    model.write_text(json.dumps(STATE))
-    rules.write_text(STATE_RULES)
-    plan = ["plan", str(model), "-r", str(rules), "-m", "fsdp=4,tp=2,sp=1"]
     held = json.loads(run("--format", "json"))["device_bytes"]
     most = held["total"]
     assert (held["gradients"] > 0) is bool(gradients)
@@ -216,13 +205,6 @@ def test_the_page_lost_what_its_sweep_assumed():
     assert type(sweep[:0]) is type(sweep)
 
 
-def test_a_section_of_a_page_is_given_once(deepseek):
-    with pytest.raises(ValueError, match="sections: give one of each kind, not two: Findings"):
-        deepseek.to_html(sections=[FINDINGS, FINDINGS])
-    with pytest.raises(TypeError, match="sections"):
-        deepseek.to_html(sections=[deepseek])
-
-
 @pytest.mark.parametrize(("name", "written"), [("own", "to_python"), ("eformer", "to_toml")])
 def test_the_page_ends_with_suggested_rules(name, written):
     """As a file, or as code where no file can say them; with the reason of each."""
@@ -236,9 +218,10 @@ def test_the_page_ends_with_suggested_rules(name, written):
 
 def test_sections_of_something_else_are_refused(deepseek, program):
     other = sr.suggest({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, {"tp": 2})
-    told = r"suggestion: it is for other leaves \(number 1, bytes 256\)"
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match="suggestion: it is for 1 leaf of 256 bytes, the plan for 45,395"):
         deepseek.to_html(sections=[FINDINGS, other])
+    with pytest.raises(TypeError, match="sections"):
+        deepseek.to_html(sections=[deepseek])
     with pytest.raises(ValueError, match="program: it is for tp=2, the plan for fsdp="):
         deepseek.to_html(sections=[program[1]])
 
@@ -291,62 +274,24 @@ def test_no_name_turns_the_text_of_the_page_around():
     plan = sr.plan({odd: jax.ShapeDtypeStruct((8,), "float32")}, [(odd[:3], odd)], {odd: 2})
     text = plan.to_html(title=odd)
     page = Page(text)
-    assert page.title == printable(odd)
-    assert page.rows[0][0] == printable(odd)
-    texts = [*texts_in(page.data), *text.split("\n")]
-    assert not [line for line in texts if not line.replace("\n", "").isprintable()]
+    assert page.title == page.rows[0][0] == printable(odd)
+    # As JSON without escapes, in which texts are as the page shows them.
+    texts = [json.dumps(page.data, ensure_ascii=False), *text.split("\n")]
+    assert not [line for line in texts if not line.isprintable()]
 
 
-def texts_in(value):
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for item in value if isinstance(value, list) else [*value, *value.values()]:
-            yield from texts_in(item)
-
-
-def test_size_and_time(deepseek):
-    """A report costs a little per folded row: here are 10,000 leaves that do not fold."""
-    names = ["".join(letters) for letters in product("abcdefghij", repeat=4)]
-    plan = sr.plan(dict.fromkeys(names, jax.ShapeDtypeStruct((8, 8), "float32")), [], {"tp": 2})
-    start = process_time()  # whatever else the machine does
-    page = plan.to_html(sections=[FINDINGS])
-    assert process_time() - start < 3
-    assert len(page) < 500_000
-    assert len(deepseek.to_html(sections=[FINDINGS])) < 100_000
-
-
-def test_file_is_replaced_at_once(deepseek, tmp_path):
-    target = tmp_path / "plan.html"
-    target.write_text("old")
-    page = deepseek.to_html(target, sections=[sr.types.Findings(())])
-    assert target.read_text(encoding="utf-8") == page
-    assert [file.name for file in tmp_path.iterdir()] == ["plan.html"]
-    with pytest.raises(FileNotFoundError):
-        deepseek.to_html(tmp_path / "missing" / "plan.html", sections=[sr.types.Findings(())])
-
-
-def test_notebook(deepseek, hostile):
-    table = deepseek._repr_html_().partition("<details>")[0]
+def test_a_notebook_gets_a_small_table(deepseek, hostile):
+    table = deepseek._repr_html_()
     assert table.count("<tr>") == 24
     assert "more" not in table
-    rows = re.findall(r"<tr><td>(.*?)</td>", table)
-    assert rows[0] == "model/layers/{0..60}/self_attn/q_b_proj/kernel"
-    table = hostile[0]._repr_html_()
-    assert set(re.findall(r"<(\w+)", table)) == {
-        "table", "caption", "thead", "tbody", "tr", "th", "td", "details", "summary", "iframe",
-    }  # fmt: skip
-    many = sr.plan({chr(i): np.ones(()) for i in range(300, 360)}, [], {"tp": 2})._repr_html_()
-    assert many.count("<tr>") == 52
+    assert set(re.findall(r"<(\w+)", hostile[0]._repr_html_())) == {"pre", "table", "thead", "tbody", "tr", "th", "td"}
+    many = sr.plan({chr(i): np.ones(()) for i in range(300, 370)}, [], {"tp": 2})._repr_html_()
+    assert many.count("<tr>") == 61
     assert "and 10 more rows" in many
-
-
-def test_what_a_notebook_gets_of_deepseek_is_small(deepseek):
     unlike = deepseek.with_rules([(path, ()) for path in deepseek.paths[:1000]])
     for value in (deepseek, deepseek.check(), unlike, unlike.check(), deepseek.diff(unlike)):
-        page = value._repr_html_()
-        assert len(page) <= 200_000
-        assert "<script" not in page
+        assert len(value._repr_html_()) <= 200_000
+        assert "<script" not in value._repr_html_()
 
 
 # In a browser
@@ -388,8 +333,8 @@ def opened(browser, tmp_path):
     assert troubles == []
 
 
-def leaf_rows(page, kind="leaf"):
-    return page.locator(f"#leaf-table tr.{kind} td:first-child").all_inner_texts()
+def leaf_rows(page):
+    return page.locator("#leaf-table td:first-child").all_inner_texts()
 
 
 def search(page, text):
@@ -457,16 +402,12 @@ def test_browser_fits_scrolls_and_is_accessible(browser, tmp_path, deepseek, wid
 
 
 def test_browser_shows_corrections_and_problems(opened):
-    def leaf(*shape):
-        return jax.ShapeDtypeStruct(shape, "float32")
-
-    tree = {"odd": leaf(1001, 2**13), "odder": leaf(64, 30), "lost": leaf(512, 512)}
+    tree = {name: jax.ShapeDtypeStruct(shape, "float32")
+            for name, shape in {"odd": (1001, 2**13), "odder": (64, 30), "lost": (512, 512)}.items()}  # fmt: skip
     page = opened(sr.plan(tree, [("odd", ("tp", None))], {"tp": 2}))
     assert "1001" in page.inner_text("tr.large td:nth-child(7)")
     assert page.inner_text("tr.broken td:nth-child(5)") == "unmatched"
-    assert page.locator("#legend code").all_inner_texts() == [
-        "replicated", "no spec", "P('tp', None)",
-    ]  # fmt: skip
+    assert page.locator("#legend code").all_inner_texts() == ["replicated", "no spec", "P('tp', None)"]
 
 
 def test_browser_search(opened, deepseek):
@@ -493,17 +434,6 @@ def test_browser_search(opened, deepseek):
     assert len(leaf_rows(page)) == 10
 
 
-def test_browser_opens_modules(opened, deepseek):
-    page = opened(deepseek)
-    assert len(leaf_rows(page)) == 23
-    module = page.locator("#leaf-table tr.module button.toggle").first
-    assert module.get_attribute("aria-expanded") == "true"
-    module.press("Enter")  # by keyboard
-    assert leaf_rows(page, "module") == ["▸\nmodel"]
-    assert leaf_rows(page) == ["lm_head/kernel"]
-    assert page.evaluate("document.activeElement.dataset.key") == "model"
-
-
 def test_browser_numbers_beyond_2_to_the_53(opened):
     """A browser's own numbers end there."""
     leaf = jax.ShapeDtypeStruct((2**53 + 1, 4), "int8")
@@ -516,83 +446,67 @@ def test_browser_numbers_beyond_2_to_the_53(opened):
 
 
 def test_browser_a_name_of_thousands_of_components(opened):
-    """The table stayed empty: a module for each component was more than the stack holds."""
+    """The page stayed empty: a module for each component was more than the stack holds."""
     leaf = jax.ShapeDtypeStruct((8, 8), "float32")
     names = ["/".join(["a"] * 4000), "/".join(["b"] * 4000), "/".join(["a"] * 3999), "c" * 100_000]
     names += [f"{'/'.join(f'x{chr(97 + j % 26)}' for j in range(i))}/w" for i in range(1, 300, 7)]
     page = opened(sr.plan(dict.fromkeys(names, leaf), [("", "tp")], {"tp": 4}))
     assert page.inner_text("#count").startswith(f"{len(names)} leaves")
-    assert len(leaf_rows(page)) == len(names)
-    page.uncheck("#grouped")
     assert set(names) == set(leaf_rows(page))
+    assert page.locator("#treemap .leaf").count() > 30
 
 
 @pytest.mark.parametrize(
-    ("dialect", "tree", "shown"),
+    ("dialect", "tree", "expected"),
     [
-        slow(
-            sr.dialects.EFORMER,
-            {"m.layers.0.up.w": 0, "m.layers.1.up.w": 0, "m.layers.1.norm": 0, "head": 0},
-            ["m.layers", "{0,1}.up.w", "1.norm", "head"],
-        ),
-        (
-            sr.dialects.KEYSTR,
-            {"m": [{"up": {"w.v": 0}, "norm": 0}] * 2, "head": 0},
-            ["['m'][{0,1}]", "['norm']", "['up']['w.v']", "['head']"],
-        ),
+        slow(sr.dialects.EFORMER, {"m.layers.0.up.w": 0, "m.layers.1.up.w": 0, "m.layers.1.norm": 0, "head": 0},
+             ["m.layers", "{0,1}.up.w", "1.norm", "head"]),
+        (sr.dialects.KEYSTR, {"m": [{"up": {"w.v": 0}, "norm": 0}] * 2, "head": 0},
+         ["['m'][{0,1}]", "['norm']", "['up']['w.v']", "['head']"]),
     ],
-)
-def test_browser_modules_of_other_paths(opened, dialect, tree, shown):
+)  # fmt: skip
+def test_browser_modules_of_other_paths(opened, dialect, tree, expected):
     """Dotted names and keystr paths come apart into modules, too."""
     tree = jax.tree.map(lambda _: jax.ShapeDtypeStruct((8, 8), "float32"), tree)
     page = opened(sr.plan(tree, sr.Rules([(".*", "tp")], dialect), {"tp": 4}))
-    labels = page.locator("#leaf-table td.path code").all_inner_texts()
-    assert sorted(labels) == sorted(shown)
+    labels = page.locator("#treemap .slice > span:first-child").all_inner_texts()
+    assert sorted(label.split("  ")[0] for label in labels) == sorted(["all", *expected])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("levels", [1, 2])
 def test_browser_opens_a_million_leaves(opened, levels):
-    """A million leaves, of which none fold, in a thousand modules or in none.
-
-    Rows are made for what is open, and as much as fits.
-    """
+    """A million leaves, of which none fold, in a thousand modules or in none."""
     names = ["".join(letters) for letters in product("abcdefghij", repeat=3)]
     leaf = jax.ShapeDtypeStruct((8, 8), "float32")
-    if levels == 2:
-        tree = dict.fromkeys(names, dict.fromkeys(names, leaf))
-    else:
+    tree = dict.fromkeys(names, dict.fromkeys(names, leaf))
+    if levels == 1:
         tree = {f"{a}{b}": leaf for a, b in product(names, repeat=2)}
     page = opened(sr.plan(tree, [("", "tp")], {"tp": 4}))
-    # Of the thread alone, so that a busy machine does not count. One second and two.
+    # Of the thread alone, so that a busy machine does not count.
     spent = page.metrics()["TaskDuration"]
     print(f"{spent:.2f} s")
     assert spent < 6
-    assert page.inner_text("#count").startswith("1,000,000 leaves")
-    assert page.locator("#leaf-table tr").count() < 200
+    assert page.inner_text("#count") == "1,000,000 leaves in 1,000,000 folded rows, of which 500 are shown"
     assert page.locator("#treemap .slice").count() < 3000
     search(page, "jja")
-    assert 0 < len(leaf_rows(page)) <= 100
+    assert 0 < len(leaf_rows(page)) <= 500
 
 
 def test_browser_sorting(opened, deepseek):
     page = opened(deepseek)
-    page.uncheck("#grouped")
 
     def sorted_by(column, place):
         page.click(f"#leaf-table th button:text-is('{column}')")
-        return page.locator(f"#leaf-table tr.leaf td:nth-child({place})").all_inner_texts()
+        return page.locator(f"#leaf-table td:nth-child({place})").all_inner_texts()
 
     assert "q_b_proj" in leaf_rows(page)[0]
     leaves = [int(text.replace(",", "")) for text in sorted_by("Leaves", 2)]
     assert leaves == sorted(leaves, reverse=True)
     assert len(leaves) == 23
-    leaves = [int(text.replace(",", "")) for text in sorted_by("Leaves", 2)]
-    assert leaves == sorted(leaves)
+    assert [int(text.replace(",", "")) for text in sorted_by("Leaves", 2)] == sorted(leaves)
     assert page.get_attribute("#leaf-table th:nth-child(2)", "aria-sort") == "ascending"
-    assert sorted_by("Path", 1)[0].strip().endswith("lm_head/kernel")
-    specs = [text.removesuffix("replicated").strip() for text in sorted_by("Spec", 5)]
-    assert len(list(groupby(specs))) == len(set(specs))
+    assert sorted_by("Path", 1)[0] == "lm_head/kernel"
 
 
 def test_browser_hostile_names(opened, hostile):
@@ -643,16 +557,10 @@ def test_browser_treemap(opened, deepseek):
     assert page.locator("#treemap :text('experts')").count() == 0
     page.locator("#treemap > .slice").click(position={"x": 5, "y": 5})
     assert page.locator("#treemap :text('experts')").count() > 0
-    width = "document.querySelector('#treemap > .slice')?.offsetWidth ?? Infinity"
-    before = page.evaluate(width)
+    before = page.locator("#treemap > .slice").bounding_box()["width"]
     page.set_viewport_size({"width": 700, "height": 900})
-    # The page's policy forbids the eval of wait_for_function.
-    for _ in range(200):
-        if page.evaluate(width) < before - 300:
-            break
-        page.wait_for_timeout(50)
-    else:
-        pytest.fail("the treemap is as wide as it was")
+    page.wait_for_timeout(1000)
+    assert page.locator("#treemap > .slice").bounding_box()["width"] < before - 300
 
 
 def test_browser_dark_and_print(opened, deepseek):

@@ -26,7 +26,7 @@ from shardrules._base.io import write_text
 from shardrules._base.mistakes import check_arrays
 from shardrules._base.rule_specs import MemoryKind, check_memory_kind, plain_spec
 from shardrules._base.specs import Entries
-from shardrules._base.text import MOST_HTML
+from shardrules._base.text import answer
 from shardrules._place.boxes import unboxed
 from shardrules._place.decider import ByNames, ByPaths, Decider, RulesLike, as_decider
 from shardrules._place.mesh import AnyMesh, MeshLike, has_devices, resolve_mesh
@@ -47,7 +47,7 @@ from shardrules._plan.fold import Folded, find, row_of
 from shardrules._plan.kinds import DEFAULT_LARGE, Kind, Spec, coverage_of
 from shardrules._plan.leaves import Leaves, axes_said, leaves_by_specs, redecided, survey
 from shardrules._plan.memory import DeviceBytes, Training, hbm_bytes
-from shardrules._plan.report import HasSection, Page, plan_page, plan_text, table_html
+from shardrules._plan.report import HasSection, Page, plan_page, plan_parts
 from shardrules._plan.resolve import OnMesh, SizedMesh, put_by_rules, sized_mesh
 from shardrules._plan.state import find_parameters, put_state
 from shardrules._rules.logical_rules import LogicalRules
@@ -63,11 +63,11 @@ if TYPE_CHECKING:
     from shardrules._plan.transfer import Transfer
     from shardrules._program.topologies.topology import Topology
 
-_MOST_IN_NOTEBOOK: Final = 100_000  # leaves; a check of more takes long
 _SECTIONS: Final = "what has a section: [plan.sweep(), proof.program, shardrules.suggest(model)]"
 _PATH: Final = "a string, as in plan.paths, such as 'layers/0/w' for JAX's keys of that leaf"
 
 
+@answer
 class Plan(Decider):
     """Shardings of the leaves of a tree on a mesh; from `shardrules.plan`.
 
@@ -175,8 +175,8 @@ class Plan(Decider):
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __repr__(self) -> str:
-        return plan_text(self)
+    def _parts(self) -> list[Any]:
+        return plan_parts(self)
 
     def on_mesh(self, mesh: MeshLike) -> Plan:
         """Put the same leaves and rules on another mesh; the tree is not walked again.
@@ -653,20 +653,6 @@ class Plan(Decider):
         if path is not None:
             write_text(path, page)
         return page
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        table = table_html(self)
-        if len(self.paths) > _MOST_IN_NOTEBOOK:
-            return table
-        # In a frame of its own, whose scripts see nothing of the notebook.
-        page = (
-            "<details><summary>Treemap, findings and leaves</summary><iframe "
-            'sandbox="allow-scripts" style="width:100%;height:800px;border:0" title="Report" '
-            f'srcdoc="{escape(self.to_html())}"></iframe></details>'
-        )
-        return table + page if len(table) + len(page) <= MOST_HTML else table
 
     def kind(self, path: str) -> Kind:
         """Return the kind of the leaf of this path, which may be folded.

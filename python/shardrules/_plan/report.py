@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     from shardrules._rules.rules import Rules
 
 _MOST_ROWS: Final = 60
-_MOST_HTML_ROWS: Final = 50
 _COLUMNS: Final = (
     Column("path"),
     Column("leaves", is_right=True),
@@ -77,11 +75,10 @@ def _size_shown(plan: Plan) -> str:
     )
 
 
-def plan_text(plan: Plan) -> str:
-    """Return the heading, and the first rows in aligned columns."""
+def plan_parts(plan: Plan) -> list[Any]:
+    """Return the heading, and a table of the first rows."""
     rest = and_more(len(plan.folded), _MOST_ROWS, "row")
-    rows = plan_table(plan, plan.folded[:_MOST_ROWS])
-    return "\n".join([heading(plan), *rows.lines(), *rest])
+    return [heading(plan), plan_table(plan, plan.folded[:_MOST_ROWS]), *rest]
 
 
 def plan_table(plan: Plan, folded: Iterable[Folded]) -> Table:
@@ -101,18 +98,6 @@ def _plan_cells(plan: Plan, folded: Folded) -> tuple[str, ...]:
         bytes_shown(kind.bytes * leaves),
         bytes_shown(kind.device_bytes * leaves),
     )
-
-
-def table_html(plan: Plan) -> str:
-    """Return the rows with most bytes on each device as an HTML table; names are escaped."""
-    rows = sorted(plan.folded, key=lambda row: -len(row.rows) * plan.kinds[row.group].device_bytes)
-    mesh = mesh_shown(plan.axis_sizes)
-    leaves = counted(len(plan.paths), "leaf")
-    caption = f"{leaves} on {mesh or 'one device'}: {plan.bytes_per_device()}"
-    rest = "".join(
-        f"{line}; Plan.to_html shows all" for line in and_more(len(rows), _MOST_HTML_ROWS, "row")
-    )
-    return plan_table(plan, rows[:_MOST_HTML_ROWS]).html(caption, rest)
 
 
 def plan_json(plan: Plan, memory: DeviceBytes, hbm: int | None) -> str:
@@ -172,7 +157,7 @@ class HasSection(Protocol):
 
 
 _FILES: Final = Path(__file__).parent / "page"
-_SCRIPTS: Final = ("base.js", "tree.js", "leaves.js", "treemap.js")
+_SCRIPTS: Final = ("base.js", "leaves.js", "treemap.js")
 # Scripts and styles count by their hashes alone.
 _POLICY: Final = (
     "default-src 'none'; script-src {scripts}; style-src {styles}; "
@@ -192,8 +177,6 @@ def plan_page(page: Page, sections: Iterable[HasSection], title: str) -> str:
     from string import Template
 
     parts = [each._section(page) for each in sections]
-    if twice := [name for name, count in Counter(s.title for s in parts).items() if count > 1]:
-        raise ValueError(f"sections: give one of each kind, not two: {', '.join(twice)}")
     findings = [part for part in parts if part.title == "Findings"]
     first = findings or [page.plan.check()._section(page)]
     rules = Section("Rules", (_rule_table(page.plan),))
@@ -277,18 +260,7 @@ def _leaves_data(plan: Plan) -> dict[str, Any]:
         "separators": _separators(plan),
         "kinds": [_kind_data(kind, plan, specs) for kind in plan.kinds],
         "specs": [{"text": text, "replicated": replicated} for text, replicated in specs],
-        "rows": _row_data(plan),
-    }
-
-
-def _row_data(plan: Plan) -> dict[str, list[Any]]:
-    """Return the folded rows as columns, which a browser parses faster than rows."""
-    folded = plan.folded
-    return {
-        # A path, or the parts of a pattern: texts and sets of numbers by turns.
-        "paths": [row.parts[0] if len(row.parts) == 1 else row.parts for row in folded],
-        "kinds": [row.group for row in folded],
-        "leaves": [len(row.rows) for row in folded],
+        "rows": [("".join(row.parts), row.group, len(row.rows)) for row in plan.folded],
     }
 
 
@@ -434,9 +406,7 @@ class Explanation(NamedTuple):
                 for loss in kind.losses
             ]
         else:
-            lost = sum(loss.bytes for loss in kind.losses if loss.kind == "absent")
-            cost = f" (costs {bytes_shown(lost)} on each device)" if lost else ""
-            lines.append(f"  PROBLEM        {kind.message}{cost}")
+            lines.append(f"  PROBLEM        {kind.message}")
             lines += [f"  fix            {kind.fix}"] if kind.fix else []
         return printable_lines(lines)
 

@@ -1,5 +1,5 @@
 "use strict";
-// The data, and what all parts of the page use. Names reach the page as text nodes and attributes
+// The data, and what both parts of the page use. Names reach the page as text nodes and attributes
 // only, never as markup.
 
 const report = JSON.parse(document.getElementById("data").textContent);
@@ -30,6 +30,9 @@ function bytesShown(count) {
   return `${count.toFixed(digits)} ${units[unit]}`;
 }
 
+// A row is a pattern of paths, the number of its leaves, and what one of them is.
+const allRows = report.rows.map(([pattern, kind, leaves]) => ({ pattern, leaves, ...report.kinds[kind] }));
+
 // Okabe and Ito's colours, told apart by colour-blind eyes, then three of Tol's. Vermilion is kept
 // for what is replicated.
 const REPLICATED = "#d55e00";
@@ -41,10 +44,7 @@ const PALETTE = ["#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#f0e442
 // Of each class of specs its colour, label and bytes; `classOf` has that of each spec.
 const [specClasses, classOf] = (() => {
   const held = report.specs.map(() => 0);
-  report.rows.kinds.forEach((index, row) => {
-    const kind = report.kinds[index];
-    held[kind.spec] += report.rows.leaves[row] * kind.held;
-  });
+  for (const row of allRows) held[row.spec] += row.leaves * row.held;
   const classes = new Map();
   const classOf = [];
   const bySize = report.specs.map((_, i) => i).sort((a, b) => held[b] - held[a]);

@@ -2,6 +2,53 @@
 // The treemap of what a module holds: boxes whose places and colours are set by script.
 
 (() => {
+  // Modules are told apart as deep as this; what is below them keeps its separators.
+  const DEEPEST = 50;
+  // Before a separator that is in no set of numbers, as {0..3} is.
+  const CUT = new RegExp(`(?=[${report.separators.replace(/[[\\]]/g, "\\$&")}])(?![^{}]*\\})`, "u");
+
+  const newNode = (path, label, row = null) =>
+    ({ path, label, row, children: new Map(), leaves: 0, bytes: 0, held: 0 });
+
+  // The tree of modules. A leaf has a row; two rows may have one pattern.
+  function treeOf(rows) {
+    const root = newNode("", "");
+    for (const row of rows) {
+      const parts = row.pattern.split(CUT);
+      if (parts.length > DEEPEST) parts.splice(DEEPEST - 1, parts.length, parts.slice(DEEPEST - 1).join(""));
+      const path = [root];
+      let node = root;
+      for (const part of parts.slice(0, -1)) {
+        if (!node.children.has(part)) node.children.set(part, newNode(node.path + part, part));
+        node = node.children.get(part);
+        path.push(node);
+      }
+      const leaf = newNode(row.pattern, parts.at(-1), row);
+      node.children.set(leaf, leaf);
+      for (const each of [...path, leaf]) {
+        each.leaves += row.leaves;
+        each.bytes += row.leaves * row.bytes;
+        each.held += row.leaves * row.held;
+      }
+    }
+    return root;
+  }
+
+  // A module with a single child is shown as one with it.
+  function childrenOf(node) {
+    return [...node.children.values()].map((child) => {
+      let [only, label] = [child, child.label];
+      while (only.children.size === 1) {
+        [only] = only.children.values();
+        label += only.label;
+      }
+      return only === child ? child : { ...only, label };
+    });
+  }
+
+  // Without the separator that it begins with, unless nothing else is left.
+  const labelShown = ({ label }) => label.replace(/^[/.](?=.)/su, "");
+
   const place = document.getElementById("treemap");
   const tip = document.getElementById("tip");
   // Children smaller than this part of what is shown cannot be seen, and are put together.
@@ -59,11 +106,11 @@
   }
 
   function leafBox(node, area) {
-    const { text } = report.specs[node.spec];
+    const { text } = report.specs[node.row.spec];
     const made = box("leaf", area, { node, lines: () => hoverLines(node) },
       labelShown(node), bytesShown(node.held), text);
-    made.style.backgroundColor = classOf[node.spec].colour;
-    made.style.color = inkOn(classOf[node.spec].colour);
+    made.style.backgroundColor = classOf[node.row.spec].colour;
+    made.style.color = inkOn(classOf[node.row.spec].colour);
     return made;
   }
 
@@ -79,10 +126,11 @@
 
   function childBoxes(node, area) {
     const least = SMALLEST * trail.at(-1).held;
-    const seen = childrenOf(node).filter((child) => child.held >= least).sort((a, b) => b.held - a.held);
+    const children = childrenOf(node);
+    const seen = children.filter((child) => child.held >= least).sort((a, b) => b.held - a.held);
     const held = seen.map((child) => child.held);
     const rest = node.held - held.reduce((total, one) => total + one, 0);
-    const unseen = childrenOf(node).length - seen.length;
+    const unseen = children.length - seen.length;
     if (rest > 0 && unseen > 0) held.push(rest);
     const scale = (area.width * area.height) / node.held;
     // What is put together may be larger than what is seen.
@@ -101,11 +149,11 @@
   function hoverLines(node) {
     const bytes = `${bytesShown(node.held)} per device, ${bytesShown(node.bytes)} in all`;
     const leaves = leavesShown(node.leaves);
-    if (node.row === null) return [keyOf(node) || "all", bytes, leaves];
-    const kind = kindOf(node.row);
+    if (node.row === null) return [node.path || "all", bytes, leaves];
+    const { shape, dtype, spec, rule, notes, problem } = node.row;
     return [
-      patternOf(node.row), bytes, leaves, `shape ${kind.shape}, ${kind.dtype}`,
-      `${report.specs[kind.spec].text}, ${kind.rule}`, ...kind.notes, ...(kind.problem ? [kind.problem] : []),
+      node.path, bytes, leaves, `shape ${shape}, ${dtype}`, `${report.specs[spec].text}, ${rule}`,
+      ...notes, ...(problem ? [problem] : []),
     ];
   }
 
@@ -134,10 +182,11 @@
   function draw() {
     const node = trail.at(-1);
     const area = { x: 0, y: 0, width: place.clientWidth, height: place.clientHeight };
-    place.replaceChildren(moduleBox(node, area, node === wholeTree ? "all" : keyOf(node)));
+    place.replaceChildren(moduleBox(node, area, node.path || "all"));
   }
 
-  if (!wholeTree || wholeTree.held === 0) {
+  const wholeTree = treeOf(allRows);
+  if (wholeTree.held === 0) {
     place.replaceWith(element("p", { class: "hint" }, "No leaf has any bytes."));
     return;
   }
