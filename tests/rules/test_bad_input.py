@@ -95,95 +95,65 @@ def test_a_tree_nested_very_deeply(wrap):
     assert sr.match_partition_rules(CATCH_ALL, nested(400, wrap)) is not None
 
 
-class Raises:
-    def __init__(self, error):
-        self.error = error
-
-    @property
-    def shape(self):
-        raise self.error
+def leaf_that(act):
+    """A leaf whose shape is read by doing something."""
+    return type("Leaf", (), {"shape": property(lambda self: (act(), (2,))[1])})()
 
 
-def test_a_leaf_whose_shape_raises():
-    with pytest.raises(RuntimeError, match="deleted") as info:
-        sr.match_partition_rules(CATCH_ALL, {"a": [np.zeros(2), Raises(RuntimeError("deleted"))]})
-    assert info.value.__notes__ == ["shardrules: at 'a/1' in the tree"]
-    # As hasattr has it, and so eformer:
-    assert sr.match_partition_rules(CATCH_ALL, [Raises(AttributeError())]) == [P()]
+def fail(error):
+    raise error
 
 
-def test_a_leaf_whose_shape_is_no_tuple():
-    class Leaf:
-        shape = 3
-
-    with pytest.raises(TypeError, match=r"leaf of type Leaf is 3, not a tuple"):
-        sr.match_partition_rules(CATCH_ALL, {"a": Leaf()})
-
-
-def shape_that(action):
-    class Leaf:
-        @property
-        def shape(self):
-            action()
-            return (2,)
-
-    return Leaf()
-
-
-def test_containers_changed_while_they_are_walked():
+def changing_dict():
     tree = {"x": {}}
-    tree["x"]["leaf"] = shape_that(lambda: tree["x"].update(new=np.zeros(2)))
-    with pytest.raises(RuntimeError, match="dict changed size while it was walked") as info:
-        sr.match_partition_rules(CATCH_ALL, tree)
-    assert info.value.__notes__ == ["shardrules: at 'x' in the tree"]
+    tree["x"]["leaf"] = leaf_that(lambda: tree["x"].update(new=np.zeros(2)))
+    return tree
 
+
+def changing_list():
     items = [None, np.zeros(2), np.zeros(2)]
-    items[0] = shape_that(items.clear)
-    with pytest.raises(RuntimeError, match="list changed size while it was walked"):
-        sr.match_partition_rules(CATCH_ALL, items)
+    items[0] = leaf_that(items.clear)
+    return {"x": items}
 
 
-def test_the_note_tells_a_key_that_only_the_walk_knew():
-    """A leaf takes its own key out of the tree and fails; a key's text is made for the walk."""
+def vanishing(key, wrap):
+    """A leaf that takes its own key out of the tree and fails; the key's text is made for the walk."""
     tree = {}
-
-    class Vanishing:
-        @property
-        def shape(self):
-            tree.clear()
-            raise RuntimeError("gone")
-
-    def key():
-        return "".join(["k", "ey"])  # no constant, which would live on
-
-    tree[key()] = Vanishing()
-    with pytest.raises(RuntimeError) as info:
-        sr.match_partition_rules(CATCH_ALL, tree)
-    assert info.value.__notes__ == ["shardrules: at 'key' in the tree"]
-    tree[1000] = [Vanishing()]
-    with pytest.raises(RuntimeError) as info:
-        sr.Rules(CATCH_ALL, sr.dialects.KEYSTR).match(tree)
-    assert info.value.__notes__ == ["shardrules: at '[1000][0]' in the tree"]
+    tree[key] = wrap(leaf_that(lambda: (tree.clear(), fail(RuntimeError("gone")))))
+    return tree
 
 
-def test_replaced_values_and_dropped_references_do_no_harm():
+def without_text():
+    return type("BadKey", (), {"__str__": lambda self: fail(ValueError("no text"))})()
+
+
+FAILING = {
+    "a shape that raises": (lambda: {"a": [np.zeros(2), leaf_that(lambda: fail(RuntimeError("deleted")))]}, "deleted", "'a/1'"),
+    "a shape that is no tuple": (lambda: {"a": type("Leaf", (), {"shape": 3})()}, "leaf of type Leaf is 3, not a tuple", "'a'"),
+    "a dict that changes": (changing_dict, "dict changed size while it was walked", "'x'"),
+    "a list that changes": (changing_list, "list changed size while it was walked", "'x'"),
+    "a key that only the walk knew": (lambda: vanishing("".join(["k", "ey"]), lambda leaf: leaf), "gone", "'key'"),
+    "one in keystr": (lambda: vanishing(1000, lambda leaf: [leaf]), "gone", "'[1000][0]'"),
+    "a key without text": (lambda: {"x": {without_text(): np.zeros(2)}}, "no text", ""),  # nor has the place
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FAILING)
+def test_what_fails_in_a_walk_is_told_with_its_place(case):
+    make, message, place = FAILING[case]
+    rules = sr.Rules(CATCH_ALL, sr.dialects.KEYSTR if "keystr" in case else sr.dialects.EFORMER)
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=message) as info:
+        rules.match(make())
+    assert getattr(info.value, "__notes__", []) == ([f"shardrules: at {place} in the tree"] if place else [])
+
+
+def test_what_fails_without_harm():
+    # As hasattr has it, and so eformer:
+    assert sr.match_partition_rules(CATCH_ALL, [leaf_that(lambda: fail(AttributeError()))]) == [P()]
+    # Replaced values and dropped references.
     tree = {"a": {"b": None, "c": [np.zeros(2)]}}
-
-    def drop():
-        tree["a"] = None
-        gc.collect()
-
-    tree["a"]["b"] = shape_that(drop)
+    tree["a"]["b"] = leaf_that(lambda: (tree.update(a=None), gc.collect()))
     assert sr.match_partition_rules(CATCH_ALL, tree) == {"a": {"b": P(), "c": [P()]}}
-
-
-def test_a_key_without_text():
-    class BadKey:
-        def __str__(self):
-            raise ValueError("no text")
-
-    with pytest.raises(ValueError, match="no text"):
-        sr.match_partition_rules([("a", P())], {"x": {BadKey(): np.zeros(2)}})
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])

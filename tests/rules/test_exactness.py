@@ -3,28 +3,23 @@
 import re
 import signal
 import sys
+import tomllib
 from contextlib import contextmanager
+from functools import reduce
+from operator import or_
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import shardrules as sr
-from tests.support.engines import Outcome, differences
-from tests.support.exhaustive import CORE, ENGINES, NO_FLAGS, Share, check, shares
+from tests.support import exhaustive
+from tests.support.engines import ENGINES, ROUNDS, Rule, differences
+from tests.support.exhaustive import CORE, NO_FLAGS, Share, check, shares
+from tests.support.folders import DATA
 from tests.support.random_patterns import FLAGS, compiles, random_pattern, random_text
 from tests.support.slow import slow
-
-
-def assert_as_re(compiled, texts, **options):
-    assert differences(compiled, texts, **options) == []
-
-
-@pytest.fixture
-def re_tests():
-    reason = "this Python was built without its test package"
-    return pytest.importorskip("test.re_tests", reason=reason)
-
+from tests.support.work import counters
 
 TEXTS = 8
 BUDGETS = (1, 3000, 1 << 20)
@@ -32,22 +27,6 @@ BUDGETS = (1, 3000, 1 << 20)
 
 class TooSlowForReError(Exception):
     pass
-
-
-def run(rng, lists):
-    """Compares first_match and all_matches with `re` on that many random rule lists."""
-    outcome = Outcome()
-    for _ in range(lists):
-        patterns = random_rules(rng)
-        texts = [random_text(rng) for _ in range(TEXTS)]
-        budget = rng.choice(BUDGETS)
-        try:
-            with patience(1.0):
-                outcome.differences += differences(patterns, texts, memory_budget=budget)
-                outcome.cases += len(texts)
-        except TooSlowForReError:
-            outcome.slow += 1
-    return outcome
 
 
 def random_rules(rng):
@@ -77,36 +56,42 @@ def patience(seconds):
         signal.signal(signal.SIGALRM, previous)
 
 
-@pytest.mark.parametrize("lists", [1_000, slow(9_000)])
+@pytest.mark.parametrize("lists", [500, slow(9_000)])
 def test_random_rule_lists(rng, lists):
-    outcome = run(rng, lists)
-    assert outcome.differences == []
-    assert outcome.slow < lists / 50
+    found, slow_lists = [], 0
+    for _ in range(lists):
+        patterns, texts = random_rules(rng), [random_text(rng) for _ in range(TEXTS)]
+        try:
+            with patience(1.0):
+                found += differences(patterns, texts, memory_budget=rng.choice(BUDGETS))
+        except TooSlowForReError:
+            slow_lists += 1
+    assert found == []
+    assert slow_lists < lists / 50
 
 
-def test_patterns_of_cpython(re_tests):
-    """The tables of CPython's own tests: (pattern, string, outcome, ...)."""
-    tried = 0
-    for pattern, text, *_ in re_tests.tests:
+def test_patterns_of_cpython():
+    """The tables of CPython's own tests, (pattern, string, outcome, ...): each alone, and all as one rule list."""
+    reason = "this Python was built without its test package"
+    tests = pytest.importorskip("test.re_tests", reason=reason).tests
+    every = []
+    for pattern, text, *_ in tests:
         compiled = compiles(pattern)
         if compiled is None:
             with pytest.raises(re.error):
                 sr.Rules([(pattern, None)])
-        else:
-            assert_as_re([compiled], [text, text + "\n", "", "x" + text])
-            assert sr.Rules([(pattern, None)]).first_match(text) == (0 if re.search(pattern, text) else None)
-        tried += 1
-    assert tried > 400
-
-
-def test_all_patterns_of_cpython_as_one_rule_list(re_tests):
-    compiled = [c for pattern, *_ in re_tests.tests if (c := compiles(pattern)) is not None]
-    assert_as_re(compiled, [text for _, text, *_ in re_tests.tests])
+            continue
+        every.append(compiled)
+        assert differences([compiled], [text, text + "\n", "", "x" + text]) == []
+        assert sr.Rules([(pattern, None)]).first_match(text) == (0 if re.search(pattern, text) else None)
+    assert len(tests) > len(every) > 350
+    assert differences(every, [text for _, text, *_ in tests]) == []
 
 
 @given(st.text(max_size=20))
 def test_any_character(text):
-    assert_as_re([re.compile(p) for p in (r"\w\W", r"(?i)[à-ÿ]", r"\s\S", r"[^\x00-\uffff]", r"\b\d", ".$")], [text])
+    patterns = (r"\w\W", r"(?i)[à-ÿ]", r"\s\S", r"[^\x00-\uffff]", r"\b\d", ".$")
+    assert differences([re.compile(p) for p in patterns], [text]) == []
 
 
 def test_every_code_point_of_a_class():
@@ -155,7 +140,41 @@ def test_every_small_pattern(share):
 
 
 def test_a_difference_is_reported(monkeypatch):
-    monkeypatch.setitem(ENGINES, "nfa", lambda rules, texts: [0] * len(texts))
+    monkeypatch.setitem(exhaustive.ENGINES, "nfa", lambda rules, texts: [0] * len(texts))
     reported = check(Share(CORE, 1, NO_FLAGS, 0, 1)).differences
     assert "sr.Rules([('a', 0)], memory_budget=0).first_match('#')  # re: None, nfa: 0" in reported
     assert not any("first_match('a')" in line and "('a', 0)" in line for line in reported)
+
+
+CORPUS = tomllib.loads((DATA / "corpus.toml").read_text("utf-8"))
+CASES = [
+    pytest.param(case["rules"], case["paths"], id=f"{group}: {case['name']}")
+    for group, cases in CORPUS.items()
+    for case in cases
+]
+
+
+def rule_of(entry: str | list[str]) -> Rule:
+    if isinstance(entry, str):
+        return entry
+    pattern, letters = entry
+    return re.compile(pattern, reduce(or_, (re.RegexFlag[letter.upper()] for letter in letters)))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("rules", "expected"), CASES)
+def test_corpus(rules, expected, engine):
+    paths = [path for path, _ in expected]
+    chosen = ENGINES[engine]([rule_of(entry) for entry in rules], paths)
+    assert [list(pair) for pair in zip(paths, chosen, strict=True)] == expected
+
+
+def test_the_rounds_end_the_simulation():
+    rules = sr.Rules([("x[ab]+y$", None)])
+    simulated = set()
+    for _ in range(ROUNDS):
+        rules.first_match("abxababy")
+        simulated.add(counters(rules).simulated_steps)
+    assert len(simulated) > 1
+    rules.first_match("abxababy")
+    assert counters(rules).simulated_steps in simulated

@@ -92,8 +92,6 @@ class Outcome:
     """What a comparison of many cases came to; a case is a rule list and a path."""
 
     cases: int = 0
-    slow: int = 0
-    """Rule lists that were given up, because `re` took too long."""
     differences: list[str] = field(default_factory=list)
 
 
