@@ -151,7 +151,7 @@ OF_PLANS = {
     "a short dtype": (lambda: PLAN.bytes_per_device(gradients="bf16"), "'bf16'", "did you mean 'bfloat16'?"),
     "a file for to_html": (lambda: PLAN.to_html(3), "3 (an int)", "the path of a file"),
     "no lock": (lambda: sr.Plan.from_lock("no.lock"), "'no.lock'", "No such file", "check the name"),
-    "another file as lock": (lambda: sr.Plan.from_lock("{}"), "not a lock", "'shardrules lock 3'", "Plan.lock"),
+    "another file as lock": (lambda: sr.Plan.from_lock("{}"), "its format is None", "'shardrules lock 3'", "Plan.lock"),
     "no companion": (lambda: sr.plan(TREE, RULES, SIZES, companions=[sr.stacked("layrs")]).check().raise_for("warning"), "layrs", "finds no leaf", "correct its pattern"),
     "a policy": (lambda: sr.Correction(indivisible="drp"), "'drp'", "'drop'"),
     "a memory kind": (lambda: sr.RuleSpec(("tp",), memory_kind="host"), "'host'", "'pinned_host'"),
@@ -331,7 +331,7 @@ OF_RENAMES = {
     "a folder that is not there": (lambda: (sr.save({"a": np.ones(2)}, CHECKPOINT / "no" / "k"), saved(source=CHECKPOINT / "no" / "m")), "m: No such file", "check the name"),
     "a head that is the embedding": (lambda: (sr.save({"embed": np.ones((4, 4), "float32")}, CHECKPOINT / "e"), saved(source=CHECKPOINT / "e", tree={"embed": SHAPE((4, 4), "float32"), "lm_head": SHAPE((4, 4), "float32")})), "lm_head: missing", "Rename('embed', 'lm_head', shared=True)"),
     "no lock of a program": (lambda: sr.inspect(COMPILED, (None,)).diff("no.lock"), "'no.lock'", "Program.lock(path) writes one"),
-    "a program's lock for a plan": (lambda: sr.Plan.from_lock(sr.inspect(COMPILED, (None,)).lock()), "that of a program, which Program.diff compares", "Plan.lock"),
+    "a program's lock for a plan": (lambda: sr.Plan.from_lock(sr.inspect(COMPILED, (None,)).lock()), "'shardrules program lock 1'", "Plan.lock"),
     "a model of the hub": (lambda: sr.read_model("meta-llama/Llama-3.1-8B"), "no such file", "hf download meta-llama/Llama-3.1-8B --local-dir DIRECTORY"),
 }  # fmt: skip
 
