@@ -124,6 +124,13 @@ class Leaves:
         return {path: row for row, path in enumerate(self.paths)}
 
     @cached_property
+    def flat(self) -> tuple[list[int], Any]:
+        """The rows in the order of JAX's own flattening, and its structure."""
+        from jax import tree_util
+
+        return tree_util.tree_flatten(self.tree)
+
+    @cached_property
     def path_rules(self) -> Rules | None:
         """The rules if they are for paths; None for logical rules."""
         return self.rules if isinstance(self.rules, Rules) else None

@@ -30,7 +30,6 @@ HEADER: Final = re.compile(r"(?:ENTRY )?%?([^\s(]+) \(")
 # A fixed beginning makes it fast; the attribute's name stands before it.
 _CALLED: Final = re.compile(r"=\{?(%[^\s,)}]+(?:, ?%[^\s,)}]+)*)")
 _NO_CALLS: Final = ("control-predecessors", "control-successors")
-MULTIPLIES: Final = (" dot(", " convolution(", " custom-call(")
 _OP_NAME: Final = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _INDEX: Final = re.compile(r"\bindex=(\d+)")
 _DIMENSION: Final = re.compile(r"\bdimensions=\{(\d+)\}")
@@ -158,11 +157,8 @@ class Computation:
             if line.opcode == opcode:  # and it is not within some text
                 yield line
 
-    def contains(self, pattern: re.Pattern[str]) -> bool:
-        """Say whether a pattern is found in the text of the computation."""
-        return pattern.search(self._text, self.begin, self.end) is not None
-
     def matches(self, pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
+        """Yield what a pattern finds in the text of the computation."""
         return pattern.finditer(self._text, self.begin, self.end)
 
     @property
@@ -210,36 +206,37 @@ def shapes_in(text: str) -> tuple[Shape, ...]:
 
 
 _KNOWN: Final = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_DIRECTION: Final = re.compile(r"direction=(\w+)")
 _COPIES: Final = ("bitcast", "convert", "copy")
 _MOST_COPIES: Final = 100
-# Of `i < bound`: what is added to the bound, for the last trip.
-_LAST: Final = {"LT": 0, "LE": 1, "NE": 0}
 
 
 def trips(
     computations: Mapping[str, Computation], computation: Computation, loop: Instruction
 ) -> int | None:
-    """Count the trips of a loop; None if its text does not tell."""
+    """Count the trips of a loop; None if its text does not tell.
+
+    XLA for TPUs writes no count: there it is read of a loop that adds a constant to an index, which
+    begins with one, until the index is no less than a constant.
+    """
     if match := _KNOWN.search(loop.attributes):
         return int(match[1])
     condition, body = (computations[loop.called[key][0]] for key in ("condition", "body"))
     test = condition.root
-    direction = _DIRECTION.search(test.attributes)
-    last = _LAST.get(direction[1]) if direction else None
-    if test.opcode != "compare" or last is None:
+    if test.opcode != "compare" or "direction=LT" not in test.attributes:
         return None
-    index, bound = (
-        _source(condition, test.operands[0]),
-        _constant_value(condition, test.operands[1]),
-    )
-    if index.opcode != "get-tuple-element" or index.element is None or bound is None:
+    index, bound = (_source(condition, name) for name in test.operands)
+    first = _part(computation, _source(computation, loop.operands[0]), index.element)
+    after = _part(body, body.root, index.element)
+    if after is None or after.opcode != "add":
         return None
-    first = _constant_element(computation, loop.operands[0], index.element)
-    step = _trip_step(body, index.element)
-    if first is None or step is None or step <= 0:
+    steps = [_source(body, name) for name in after.operands]
+    numbers = [
+        _constant(line) for line in (bound, first, *steps) if line and line.element != index.element
+    ]
+    last, begin, step = numbers if len(numbers) == len(steps) + 1 else (None, None, None)
+    if last is None or begin is None or not step or step < 0:
         return None
-    return max(0, -((first - bound - last) // step))
+    return max(0, -((begin - last) // step))
 
 
 def _source(computation: Computation, name: str) -> Instruction:
@@ -252,30 +249,13 @@ def _source(computation: Computation, name: str) -> Instruction:
     return instruction
 
 
-def _constant_value(computation: Computation, name: str) -> int | None:
-    source = _source(computation, name)
-    is_number = source.opcode == "constant" and re.fullmatch(r"-?\d+", source.literal)
-    return int(source.literal) if is_number else None
-
-
-def _constant_element(computation: Computation, name: str, element: int) -> int | None:
-    """Return the constant that is an element of a tuple."""
-    source = _source(computation, name)
-    if source.opcode != "tuple" or element >= len(source.operands):
+def _part(computation: Computation, line: Instruction, element: int | None) -> Instruction | None:
+    """Find what makes an element of a tuple."""
+    if line.opcode != "tuple" or element is None or element >= len(line.operands):
         return None
-    return _constant_value(computation, source.operands[element])
+    return _source(computation, line.operands[element])
 
 
-def _trip_step(body: Computation, element: int) -> int | None:
-    """Return what a trip adds to an element of the loop's state."""
-    root = body.root
-    if root.opcode != "tuple" or element >= len(root.operands):
-        return None
-    total = _source(body, root.operands[element])
-    if total.opcode != "add":
-        return None
-    for value, step in (total.operands, total.operands[::-1]):
-        source = _source(body, value)
-        if source.opcode == "get-tuple-element" and source.element == element:
-            return _constant_value(body, step)
-    return None
+def _constant(line: Instruction) -> int | None:
+    is_number = line.opcode == "constant" and re.fullmatch(r"-?\d+", line.literal)
+    return int(line.literal) if is_number else None

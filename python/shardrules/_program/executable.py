@@ -378,10 +378,6 @@ def _evidence(executable: Executable, argument: _Subtree, output: _Subtree) -> E
 
 def _are_same(first: Any, second: Any) -> bool:
     """Say whether the same plan or tree is given twice, or containers of the same ones."""
-    if first is second:
-        return True
-    if type(first) is not type(second) or not isinstance(first, tuple | list | dict):
-        return False
-    keys = list(first) if isinstance(first, dict) else range(len(first))
-    others = list(second) if isinstance(second, dict) else range(len(second))
-    return bool(keys) and keys == others and all(_are_same(first[k], second[k]) for k in keys)
+    (parts, structure), (others, other) = map(tree_util.tree_flatten, (first, second))
+    is_alike = bool(parts) and structure == other
+    return is_alike and all(part is as_given for part, as_given in zip(parts, others, strict=True))

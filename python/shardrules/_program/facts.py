@@ -256,7 +256,8 @@ def _met(sources: Iterable[Origin]) -> Origin:
 
 
 _RESHAPES: Final = frozenset({"bitcast", "reshape", "transpose"})
-_ENDS: Final = PRODUCTS | _REDUCED | {*get_args(CollectiveOpcode), "gather", "scatter"}
+_COLLECTIVES: Final = frozenset(get_args(CollectiveOpcode))
+_ENDS: Final = PRODUCTS | _REDUCED | _COLLECTIVES | {"gather", "scatter"}
 
 
 def _followed(values: Values, value: int, user: int, dim: int | None) -> int | None:
@@ -394,12 +395,13 @@ class Variation:
         if number is not None:
             labels = self._alike if number.size == 1 else _canonical(number)
             return _Fact(labels, number.tobytes())
-        labels = self._together({source.labels or self._alike for source in sources})
+        distinct = {source.labels or self._alike for source in sources}
+        labels = distinct.pop() if len(distinct) == 1 else self._together(distinct)
         if opcode == "constant":
             return _Fact(labels, table=self._table(node))
-        if (moved := _COLLECTIVES.get(opcode)) is not None:
+        if opcode in _COLLECTIVES:
             groups = self._values.hlo.groups(self._values.lines[node].attributes)
-            return _Fact(_canonical(moved(np.frombuffer(labels, np.int64), groups)))
+            return _Fact(_canonical(_moved(opcode, np.frombuffer(labels, np.int64), groups)))
         return _Fact(labels, table=sources[0].table if sources and opcode in _COPIES else None)
 
     def _joined(self, distinct: set[_Fact]) -> _Fact:
@@ -413,7 +415,7 @@ class Variation:
         line, shape = self._values.lines[node], self._values.shapes[node]
         if opcode in ("partition-id", "replica-id"):
             return np.arange(self._count)
-        if shape.elements != 1 or shape.dtype[0] not in "sup":
+        if shape.dtype[0] not in "sup" or shape.elements != 1:
             return None
         if opcode == "constant":
             digits = _NUMBER.findall(line.literal.replace("true", "1").replace("false", "0"))
@@ -459,51 +461,21 @@ def _canonical(labels: _Labels) -> bytes:
     return order[inverse.reshape(-1)].tobytes()
 
 
-_Groups = Sequence[Sequence[int]]
+_PARTS: Final = frozenset({"all-to-all", "ragged-all-to-all", "reduce-scatter"})
+"""Collectives of which each device of a group gets another part."""
 
 
-def _reduced(labels: _Labels, groups: _Groups) -> _Labels:
-    """Label what is the same on all of a group, whatever the order of its members."""
-    return _by_group(labels, groups, is_ordered=False)
-
-
-def _gathered(labels: _Labels, groups: _Groups) -> _Labels:
-    return _by_group(labels, groups, is_ordered=True)
-
-
-def _scattered(labels: _Labels, groups: _Groups) -> _Labels:
-    """Label the parts of what a group sums or exchanges, by the place in the group."""
-    places = np.zeros_like(labels)
-    for group in groups:
-        places[list(group)] = range(len(group))
-    return _numbered(np.stack([_by_group(labels, groups, is_ordered=True), places], 1))
-
-
-def _permuted(labels: _Labels, pairs: _Groups) -> _Labels:
-    """Label what devices get of others; those that get nothing have zeros."""
-    moved = np.full_like(labels, -1)
-    for source, target in pairs:
-        moved[target] = labels[source]
-    return moved
-
-
-def _by_group(labels: _Labels, groups: _Groups, *, is_ordered: bool) -> _Labels:
+def _moved(opcode: str, labels: _Labels, groups: Sequence[Sequence[int]]) -> _Labels:
+    """Label what devices have behind a collective; a sum is alike whatever the order of a group."""
+    moved, places = np.full_like(labels, -1), np.zeros_like(labels)
+    if opcode == "collective-permute":
+        for source, target in groups:
+            moved[target] = labels[source]
+        return moved  # those that get nothing have zeros
     number_of: dict[tuple[int, ...], int] = {}
-    numbers = np.full_like(labels, -1)
     for group in groups:
         members = labels[list(group)].tolist()
-        key = tuple(members if is_ordered else sorted(members))
-        numbers[list(group)] = number_of.setdefault(key, len(number_of))
-    return numbers
-
-
-_COLLECTIVES: Final[Mapping[str, Callable[[_Labels, _Groups], _Labels]]] = {
-    "all-gather": _gathered,
-    "all-reduce": _reduced,
-    "all-to-all": _scattered,
-    "collective-broadcast": _gathered,
-    "collective-permute": _permuted,
-    "ragged-all-to-all": _scattered,
-    "reduce-scatter": _scattered,
-}
-"""How collectives move values between devices; reduce-scatter sums in each part."""
+        key = tuple(sorted(members) if opcode == "all-reduce" else members)
+        moved[list(group)] = number_of.setdefault(key, len(number_of))
+        places[list(group)] = range(len(group))
+    return _numbered(np.stack([moved, places], 1)) if opcode in _PARTS else moved

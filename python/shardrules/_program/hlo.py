@@ -20,7 +20,6 @@ from shardrules._base.io import collector_paused
 from shardrules._base.text import Place, record
 from shardrules._program.computation import (
     HEADER,
-    MULTIPLIES,
     NAME,
     OPCODE,
     Computation,
@@ -55,14 +54,13 @@ _FRAME: Final = re.compile(r"stack_frame_id=(\d+)")
 _SOURCE: Final = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
 _LIBRARY: Final = re.compile(r"[/\\](?:site|dist)-packages[/\\]|^<")
 _TABLE_ROW: Final = re.compile(r"^(\d+) (.*)$", re.MULTILINE)
-_MAKER: Final = re.compile(r"^  (?:ROOT )?%?(\S+) = ", re.MULTILINE)
 _NO_HLO: Final = "the text of the executable is cut, or no HLO as XLA prints it"
 _FIELD: Final = re.compile(r"(\w+)=(\d+)")
 
 
 def check_hlo(text: str) -> None:
     """Check that a text begins and ends as a module does."""
-    if not text.startswith("HloModule") or not text.rstrip().endswith("}"):
+    if not text.startswith("HloModule") or not text[-1000:].rstrip().endswith("}"):
         raise ValueError(f"{_NO_HLO}: {text[:40]!r} ... {text[-40:]!r}")
 
 
@@ -88,8 +86,6 @@ class CollectiveOp(NamedTuple):
     operands: tuple[Shape, ...]
     results: tuple[Shape, ...]
     groups: ReplicaGroups
-    partitions: int
-    """Devices of the program."""
     times: int | None
     """Executions in a run of the program, a branch counted as taken; None within a loop of unknown
     trip count."""
@@ -103,7 +99,6 @@ class Hlo:
         self._head = text[: text.find("\n")]
         self._times: dict[str, int | None] = {}
         self._fusions: dict[str, tuple[str, Instruction] | None] = {}
-        self._contains: dict[tuple[str, re.Pattern[str]], bool] = {}
 
     def __getitem__(self, computation: str) -> Computation:
         return self.computations[computation]
@@ -124,15 +119,6 @@ class Hlo:
     @cached_property
     def _in_order(self) -> list[Computation]:
         return list(self.computations.values())
-
-    def computation_of(self, name: str) -> str | None:
-        """Return the computation that has an instruction of this name; None without one."""
-        position = self._positions.get(name)
-        return None if position is None else self._computation_at(position)
-
-    @cached_property
-    def _positions(self) -> dict[str, int]:
-        return {match[1]: match.start() for match in _MAKER.finditer(self.text)}
 
     def _computation_at(self, position: int) -> str:
         return self._in_order[bisect_left(self._in_order, position, key=attrgetter("end"))].name
@@ -174,13 +160,8 @@ class Hlo:
 
         On TPU, a fusion starts an asynchronous collective, and others have a copy of its line.
         """
-        if "chain_id=" not in op.instruction.attributes:
-            return False
-        return not self.is_async_start(op.computation)
-
-    def is_async_start(self, computation: str) -> bool:
-        """Say whether a computation is the inside of a fusion that starts a collective."""
-        return self.contains(computation, _ASYNC_START)
+        is_chained = "chain_id=" in op.instruction.attributes
+        return is_chained and not any(self[op.computation].matches(_ASYNC_START))
 
     def fusion_of(self, computation: str) -> tuple[str, Instruction] | None:
         """Return the fusion that a computation is the inside of, behind its own computation."""
@@ -190,22 +171,10 @@ class Hlo:
             self._fusions[computation] = callers[0] if is_fusion else None
         return self._fusions[computation]
 
-    @property
-    def has_products(self) -> bool:
-        """True if the module may have a matrix product or a convolution."""
-        return any(opcode in self.text for opcode in MULTIPLIES)
-
     @cached_property
     def has_gradients(self) -> bool:
         """True if JAX has transposed something in the module."""
         return "/transpose(" in self.text or "(transpose(" in self.text
-
-    def contains(self, computation: str, pattern: re.Pattern[str]) -> bool:
-        """Say whether a pattern is found in the text of a computation; answers are remembered."""
-        key = (computation, pattern)
-        if key not in self._contains:
-            self._contains[key] = self[computation].contains(pattern)
-        return self._contains[key]
 
     def callers(self, computation: str) -> Iterator[tuple[str, Instruction]]:
         """Yield the instructions that call a computation, each behind its own computation."""
@@ -244,7 +213,13 @@ class Hlo:
 
     def groups(self, attributes: str) -> ReplicaGroups:
         """Parse the replica groups of a collective, or its (source, target) pairs."""
-        return read_groups(attributes, self.partitions)
+        begin = _GROUPS.search(attributes)
+        if begin is None:
+            return _parsed_groups(_EXPLICIT, "{}", self.partitions)
+        for form in _FORMS:
+            if match := form.match(attributes, begin.end()):
+                return _parsed_groups(form, match[0], self.partitions)
+        raise ValueError(f"replica groups of an unknown form: {attributes[begin.start() :][:80]}")
 
     def place(self, instruction: Instruction) -> Place | None:
         """Return the user's file and line of an instruction; None where XLA does not know it.
@@ -326,9 +301,7 @@ class Hlo:
             # On TPU, a fusion that sums and takes the device's part of it.
             fusion = self.fusion_of(name)
             kind, results = "reduce-scatter", results if fusion is None else fusion[1].results
-        return CollectiveOp(
-            kind, instruction, name, operands, results, groups, self.partitions, self.times(name)
-        )
+        return CollectiveOp(kind, instruction, name, operands, results, groups, self.times(name))
 
 
 def _fields(text: str) -> dict[str, int]:
@@ -382,17 +355,6 @@ class ReplicaGroups(tuple[tuple[int, ...], ...]):
             strict=True,
         )
         return tuple(axis for axis, place, first in places if (place != first).any())
-
-
-def read_groups(attributes: str, partitions: int) -> ReplicaGroups:
-    """Parse the replica groups of a collective, or its (source, target) pairs."""
-    begin = _GROUPS.search(attributes)
-    if begin is None:
-        return _parsed_groups(_EXPLICIT, "{}", partitions)
-    for form in _FORMS:
-        if match := form.match(attributes, begin.end()):
-            return _parsed_groups(form, match[0], partitions)
-    raise ValueError(f"replica groups of an unknown form: {attributes[begin.start() :][:80]}")
 
 
 @lru_cache(maxsize=256)
@@ -567,20 +529,18 @@ def is_called(op_name: str) -> bool:
 
 
 def exchanges(hlo: Hlo, axis_sizes: Mapping[str, int]) -> Iterator[Exchange]:
-    """Yield the arrays that collectives move, in the order of the text."""
+    """Yield the arrays that collectives move, in the order of the text.
+
+    XLA may have combined several in one collective.
+    """
     for op in hlo.collectives:
-        yield from _exchanges_of(op, op.groups.axes(axis_sizes) if axis_sizes else ())
-
-
-def _exchanges_of(op: CollectiveOp, axes: tuple[str, ...]) -> Iterator[Exchange]:
-    """Yield the arrays of a collective, several of which XLA may have combined."""
-    shapes = op.operands if op.kind == "reduce-scatter" else op.results
-    sizes = [shape.bytes for shape in shapes]
-    if op.kind == "all-to-all":
-        sizes = [sum(sizes)]  # its results are pieces of one array
-    for place, size in enumerate(sizes):
-        sent = _sent_bytes(op, size)
-        yield Exchange(op, place, axes, shapes[place], size, sent, op.times)
+        axes = op.groups.axes(axis_sizes) if axis_sizes else ()
+        shapes = op.operands if op.kind == "reduce-scatter" else op.results
+        sizes = [shape.bytes for shape in shapes]
+        if op.kind == "all-to-all":
+            sizes = [sum(sizes)]  # its results are pieces of one array
+        for place, size in enumerate(sizes):
+            yield Exchange(op, place, axes, shapes[place], size, _sent_bytes(op, size), op.times)
 
 
 def _sent_bytes(op: CollectiveOp, size: int) -> int:

@@ -43,6 +43,7 @@ class PlannedSharding(NamedTuple):
     """None if nothing is said about memory, or it is the default."""
     shared_along: frozenset[str] = frozenset()
     """Axes along which devices share the units of a leaf, such as KV heads, as they are too few."""
+    is_of_plan: bool = False
 
 
 class _PlanLeaves(NamedTuple):
@@ -177,7 +178,7 @@ class _SideTargets:
     def _of_plan(self, at: str, plan: Plan, treedef: Any) -> list[PlannedSharding | None]:
         leaves = plan._leaves
         if id(plan) not in self._plans:
-            rows, structure = tree_util.tree_flatten(leaves.tree)
+            rows, structure = leaves.flat
             self._plans[id(plan)] = _plan_leaves(plan, self._of_kind(at, plan), structure, rows)
         planned = self._plans[id(plan)]
         if planned.structure != treedef:
@@ -202,7 +203,10 @@ class _SideTargets:
             mesh = self._mesh(at, sized_mesh(planned).axis_sizes)
         return [
             PlannedSharding(
-                NamedSharding(mesh, as_partition_spec(spec)), kind.memory_kind, shared_along(kind)
+                NamedSharding(mesh, as_partition_spec(spec)),
+                kind.memory_kind,
+                shared_along(kind),
+                is_of_plan=True,
             )
             for spec, kind in zip(kind_specs(plan), plan.kinds, strict=True)
         ]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 from shardrules._base.text import Place, answer, bytes_shown, printable_lines, record
 from shardrules._plan.answers import Column, Table
-from shardrules._program.computation import Computation, Instruction, Shape
+from shardrules._program.computation import Instruction
 from shardrules._program.executable import Executable
-from shardrules._program.facts import MOVES, UPDATES
+from shardrules._program.facts import JOINS, Facts
 from shardrules._program.hlo import Hlo, hlo_errors
 from shardrules._program.values import Values
 
@@ -161,7 +160,6 @@ def totals_of(executable: Executable) -> Totals | None:
 
 def memory_of(executable: Executable, totals: Totals) -> Memory:
     """Read the arrays that a program needs, beside XLA's numbers."""
-    hlo = executable.hlo
 
     def path_of(parameter: int) -> str | None:
         leaf = executable.leaf_of.get(parameter)
@@ -169,193 +167,150 @@ def memory_of(executable: Executable, totals: Totals) -> Memory:
 
     with hlo_errors():
         live = getattr(executable.call.compiled, "live", None)
-        rows = live.alive(hlo) if live and live.ranges else lasting(executable)
-        saved = [row for row in rows if _is_saved(hlo, row)]
+        arrays = Arrays(executable.values)
+        rows = arrays.at_peak(live) if live and live.ranges else arrays.lasting()
+        saved = [row for row in rows if arrays.is_saved(row.node)]
         alive, kept = (sum(row.bytes for row in some) for some in (rows, saved))
+        is_again = "/rematted_computation" in executable.hlo.text
+        stacks = sum(arrays.written(row.node) is not None for row in saved)
         return Memory(
             totals=totals,
             alive=min(alive, totals.peak),
             saved=min(kept, totals.peak),
-            is_recomputed="/rematted_computation" in hlo.text and not _is_all_kept(hlo, saved),
-            buffers=tuple(buffers_of(hlo, rows[:_LARGEST], path_of)),
+            is_recomputed=is_again and stacks <= _FEW_STACKS,
+            buffers=tuple(arrays.buffer(row, path_of) for row in rows[:_LARGEST]),
         )
-
-
-def _is_all_kept(hlo: Hlo, saved: Sequence[Alive]) -> bool:
-    """Say whether loops keep more than a few arrays of each trip."""
-    lines = (hlo[row.computation][row.name] for row in saved)
-    stacks = [
-        line
-        for line in lines
-        if line.opcode in UPDATES or any(hlo.contains(body, WRITTEN) for body in line.callees)
-    ]
-    return len(stacks) > _FEW_STACKS
-
-
-def _is_saved(hlo: Hlo, row: Alive) -> bool:
-    """Say whether the forward pass makes an array that the backward pass reads."""
-    if row.parameter is not None or row.is_output or row.last_use is None:
-        return False
-    maker, user = (
-        _named_instruction(hlo, hlo[computation], name).op_name or ""
-        for computation, name in ((row.computation, row.name), row.last_use)
-    )
-    return "jvp(" in maker and "transpose(" not in maker and "transpose(" in user
-
-
-def buffers_of(
-    hlo: Hlo, rows: Iterable[Alive], path_of: Callable[[int], str | None]
-) -> Iterator[Buffer]:
-    """Yield what is known of arrays that are alive; `path_of` names the module's parameters."""
-    for row in rows:
-        instruction = _named_instruction(hlo, hlo[row.computation], row.name)
-        what = "output" if row.is_output else instruction.op_name or instruction.name
-        if row.parameter is not None:
-            what = path_of(row.parameter) or instruction.op_name or f"parameter {row.parameter}"
-        yield Buffer(
-            bytes=row.bytes,
-            shape=str(row.shape),
-            what=what,
-            is_argument=row.parameter is not None,
-            is_saved=_is_saved(hlo, row),
-            place=hlo.place(instruction),
-        )
-
-
-def _before_moves(computation: Computation, line: Instruction) -> Instruction:
-    """Return the instruction whose result is only moved to another's."""
-    while line.opcode in MOVES:
-        line = computation[line.operands[0]]
-    return line
-
-
-def _named_instruction(hlo: Hlo, computation: Computation, name: str) -> Instruction:
-    """Return the instruction that makes an array, or the next before it that JAX has named.
-
-    Of an update it is what is written: the update itself is a line of JAX's own.
-    """
-    line = instruction = computation[name]
-    for _ in range(_MOST_STEPS):
-        inner = hlo[line.callees[0]] if line.opcode == "fusion" else computation
-        root = inner.root if line.opcode == "fusion" else line
-        if line.opcode == "fusion" and root.opcode == "tuple":  # of several, what it writes
-            parts = (inner[part] for part in root.operands)
-            root = next((x for x in parts if x.opcode == "dynamic-update-slice"), root)
-        if root.opcode == "dynamic-update-slice":
-            root = _before_moves(inner, inner[root.operands[1]])
-        if root.parameter is not None and inner is not computation:
-            line = computation[line.operands[root.parameter]]
-        elif named := next((operation for operation in (root, line) if operation.op_name), None):
-            return named  # a root may be a cast without a name: the fusion has one
-        elif not line.operands:
-            return instruction
-        else:
-            line = computation[line.operands[0]]
-    return instruction
-
-
-WRITTEN: Final = re.compile(rf" (?:{'|'.join(UPDATES)})\(")
-_FREE: Final = frozenset({"broadcast", "constant", "iota"})
-"""Operations that are computed again where they are used."""
-_ON_HOST: Final = "S(5)"
 
 
 class Alive(NamedTuple):
-    """Array that is alive at the peak."""
+    """Array that is alive at the peak: its node in the graph of values, and its memory."""
 
-    shape: Shape
+    node: int
     bytes: int
-    """Of its memory, with the padding that is known."""
-    computation: str
-    name: str
-    """Instruction that makes it."""
-    parameter: int | None
-    """Number of the module's parameter that it is."""
-    is_output: bool
-    last_use: tuple[str, str] | None
-    """Computation and name of the last instruction that reads it."""
+    is_output: bool = False
 
 
-def lasting(executable: Executable) -> list[Alive]:
-    """List arguments, results and what is kept for the backward pass, the largest first."""
-    values, hlo = executable.values, executable.values.hlo
-    in_place = {node for number, node in enumerate(values.outputs) if number in hlo.aliases}
-    rows = [_memory_row(values, node, number) for number, node in enumerate(values.parameters)]
-    others = values.returned.difference(in_place, values.parameters)
-    rows += [_memory_row(values, node, is_output=True) for node in others]
-    rows += _kept(executable)
-    return sorted((row for row in rows if row), key=lambda row: -row.bytes)
+class Arrays:
+    """Arrays of a module in the memory of a device, and what they are for."""
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+        self._facts = Facts(values)
+        self._number_of = {node: number for number, node in enumerate(values.parameters)}
+
+    def at_peak(self, live: LiveRanges) -> list[Alive]:
+        """List the arrays that XLA has in memory at the peak, the largest first."""
+        slots, at_peak = dict(live.slots()), {}
+        for name, path in _AT_PEAK.findall(live.ranges):
+            node = self._values.at(name, [int(place) for place in path.split(",") if place])
+            if node is not None and (slot := slots.get((name, path))):
+                at_peak.setdefault(slot, node)
+        rows = [Alive(node, slot.bytes, slot.is_output) for slot, node in at_peak.items()]
+        return sorted(rows, key=lambda row: -row.bytes)
+
+    def lasting(self) -> list[Alive]:
+        """List arguments, results and what is kept for the backward pass, the largest first."""
+        values = self._values
+        in_place = {values.outputs[number] for number in values.hlo.aliases}
+        results = values.returned.difference(in_place, values.parameters)
+        taken = {*values.parameters, *values.returned}
+        kept = {self._facts.source_of(x): x for x in range(len(values)) if self._is_kept(x)}
+        others = [node for source, node in kept.items() if source not in taken]
+        rows = [
+            Alive(node, values.shapes[node].bytes, node in results)
+            for node in (*values.parameters, *results, *others)
+            if _ON_HOST not in values.lines[node].type
+        ]
+        return sorted(rows, key=lambda row: -row.bytes)
+
+    def buffer(self, row: Alive, path_of: Callable[[int], str | None]) -> Buffer:
+        """Say what is known of an array; `path_of` names the module's parameters."""
+        line, number = self._named(row.node), self._number_of.get(row.node)
+        what = "output" if row.is_output else line.op_name or line.name
+        if number is not None:
+            what = path_of(number) or what
+        return Buffer(
+            bytes=row.bytes,
+            shape=str(self._values.shapes[row.node]),
+            what=what,
+            is_argument=number is not None,
+            is_saved=not row.is_output and self.is_saved(row.node),
+            place=self._values.hlo.place(line),
+        )
+
+    def is_saved(self, node: int) -> bool:
+        """Say whether the forward pass makes an array that the backward pass reads."""
+        return any(map(self._is_kept, self._in_place_of(node)))
+
+    def written(self, node: int) -> int | None:
+        """Find what a loop writes into a part of an array in each trip."""
+        values = self._values
+        places = self._in_place_of(node)
+        return next((values.made_of[x][1] for x in places if values.opcodes[x] == _UPDATE), None)
+
+    def _in_place_of(self, node: int) -> Iterator[int]:
+        """Yield what the forward pass has in the memory of an array: loops carry it, and update."""
+        values = self._values
+
+        def goes_on(node: int) -> list[int]:
+            sources = values.made_of[node] if values.opcodes[node] in JOINS else ()
+            return [
+                near
+                for near in (*sources, *values.used_by[node])
+                if values.opcodes[near] in _IN_PLACE
+                and values.shapes[near] == values.shapes[node]
+                and self._phases[near] == "forward"
+            ]
+
+        return values.reached([node], goes_on)
+
+    def _is_kept(self, node: int) -> bool:
+        """Say whether the backward pass reads an array of the forward pass."""
+        values = self._values
+        return (
+            self._phases[node] == "forward"
+            and values.opcodes[node] not in _FREE
+            and any(self._phases[user] == "backward" for user in values.used_by[node])
+        )
+
+    def _named(self, node: int) -> Instruction:
+        """Return the instruction that makes an array, or the next before it that JAX has named.
+
+        Of an update it is what is written: the update itself is a line of JAX's own.
+        """
+        values, written = self._values, self.written(node)
+        source = node if written is None else self._facts.source_of(written)
+        for _ in range(_MOST_STEPS):
+            if values.lines[source].op_name:
+                return values.lines[source]
+            source = next(iter(values.made_of[source]), source)
+        return values.lines[node]
+
+    @cached_property
+    def _phases(self) -> Sequence[str]:
+        """Say of each value whether it is of the "forward" or "backward" pass, or "" of neither.
+
+        By JAX's name of the fusion that it is in, or of the instruction, or by what it is made of.
+        """
+        values, phases = self._values, list[str]()
+        for node, line in enumerate(values.lines):
+            fusion = values.hlo.fusion_of(values.computations[node])
+            texts = [x.attributes for x in (fusion and fusion[1], line) if x]
+            source = next(iter(values.made_of[node]), node)
+            if name := next((text for text in texts if "op_name=" in text), None):
+                phases.append(next((x for mark, x in _PASSES.items() if mark in name), ""))
+            else:
+                phases.append(phases[source] if source < node else "")
+        return phases
 
 
-def _memory_row(
-    values: Values,
-    node: int,
-    parameter: int | None = None,
-    *,
-    is_output: bool = False,
-    user: int | None = None,
-) -> Alive | None:
-    """Describe an array; None of what is in the host's memory."""
-    if _ON_HOST in values.lines[node].type:
-        return None
-    # What is written into the stack of a loop tells more than the loop.
-    written = [source for source in values.made_of[node] if values.opcodes[source] in UPDATES]
-    maker = written[0] if values.opcodes[node] == "while" and written else node
-    last_use = None if user is None else _executed(values, user)
-    shape = values.shapes[node]
-    return Alive(shape, shape.bytes, *_executed(values, maker), parameter, is_output, last_use)
-
-
-def _executed(values: Values, node: int) -> tuple[str, str]:
-    """Name the instruction that makes a value, or the fusion that it is in."""
-    fusion = values.hlo.fusion_of(values.computations[node])
-    if fusion is None:
-        return values.computations[node], values.lines[node].name
-    return fusion[0], fusion[1].name
-
-
-def _kept(executable: Executable) -> Iterator[Alive | None]:
-    """Yield what the forward pass makes, and the backward pass reads, each once."""
-    values, seen = executable.values, set(executable.values.parameters) | executable.values.returned
-    phases = _phases(values)
-    for node, phase in enumerate(phases):
-        if phase == "forward" and values.opcodes[node] not in _FREE:
-            users = (user for user in values.used_by[node] if phases[user] == "backward")
-            if (user := next(users, None)) is not None:
-                source = executable.facts.source_of(node)
-                if source not in seen:
-                    seen.add(source)
-                    yield _memory_row(values, node, user=user)
-
-
-def _phases(values: Values) -> list[str]:
-    """Say of each value whether it is of the "forward" or "backward" pass, or "" of neither.
-
-    By JAX's name of the instruction, or of the fusion that it is in; or by what it is made of.
-    """
-    phases: list[str] = []
-    of_fusions: dict[str, str | None] = {}
-    for node, line in enumerate(values.lines):
-        computation = values.computations[node]
-        if computation not in of_fusions:
-            fusion = values.hlo.fusion_of(computation)
-            of_fusions[computation] = None if fusion is None else _named_phase(fusion[1])
-        phase = of_fusions[computation]
-        phase = _named_phase(line) if phase is None else phase
-        if phase is None:
-            first = next(iter(values.made_of[node]), node)
-            phase = phases[first] if first < node else ""
-        phases.append(phase)
-    return phases
-
-
-def _named_phase(line: Instruction) -> str | None:
-    """Read the pass in the name of an instruction; None without a name."""
-    text = line.attributes
-    if "op_name=" not in text:
-        return None
-    return "backward" if "transpose(" in text else "forward" if "jvp(" in text else ""
-
+_PASSES: Final = {"transpose(": "backward", "jvp(": "forward"}
+"""Passes by what JAX writes around the names of their operations."""
+_FREE: Final = frozenset({"broadcast", "constant", "iota"})
+"""Operations that are computed again where they are used."""
+_UPDATE: Final = "dynamic-update-slice"
+_IN_PLACE: Final = JOINS | {_UPDATE}
+_ON_HOST: Final = "S(5)"
 
 # "allocation 1: size 512, page 0, parameter 0, ..., maybe-live-out:"; a color is another memory.
 _ALLOCATION: Final = re.compile(
@@ -365,12 +320,7 @@ _VALUE: Final = re.compile(
     r"^ value: <\d+ (\S+?)(?:\{([\d,]*)\})?(?: \(phi\))? @0> \(size=(\d+),offset=(\d+)\)",
     re.MULTILINE,
 )
-_PARAMETER: Final = re.compile(r"parameter (\d+)")
-_RANGE: Final = re.compile(r"^    (\S+)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 _AT_PEAK: Final = re.compile(r"^    (\S+)\{([\d,]*)\}: \d+ bytes \(cumulative", re.MULTILINE)
-_IN_SEQUENCE: Final = re.compile(r"^    (\d+):(\S+)$", re.MULTILINE)
-_ALLOCATED: Final = "AllocateBuffer"
-"""Of a TPU's program, memory that is not written yet: what writes it tells more."""
 
 
 class LiveRanges(NamedTuple):
@@ -393,99 +343,23 @@ class LiveRanges(NamedTuple):
             sums["alias"] += int(size) * (is_argument and is_result)
         return sums
 
-    def alive(self, hlo: Hlo) -> list[Alive]:
-        """Return the arrays in the device's memory at the peak, the largest first."""
-        return sorted(filter(None, self._rows(hlo)), key=lambda row: -row.bytes)
-
-    def _rows(self, hlo: Hlo) -> Iterator[Alive | None]:
-        """Yield the array of each memory that is in use; None of what is none, as a tuple."""
-        slots = dict(self._slots())
-        sequence = dict(_IN_SEQUENCE.findall(self.ranges.partition("BufferLiveRange:")[0]))
-        spans: defaultdict[_Slot, list[_Span]] = defaultdict(list)
-        span_of: dict[tuple[str, str], _Span] = {}
-        for name, element, begin, end in _RANGE.findall(self.ranges):
-            span_of[name, element] = span = _Span(int(begin), int(end), name)
-            if slot := slots.get((name, element)):
-                spans[slot].append(span)
-        at_peak: dict[_Slot, tuple[str, str]] = {}
-        for key in _AT_PEAK.findall(self.ranges):
-            if slot := slots.get(key):
-                at_peak.setdefault(slot, key)
-        for slot, key in at_peak.items():
-            others = _chain(span_of.get(key, _Span(0, 0, key[0])), sorted(spans[slot]))
-            last_use = sequence.get(str(max(span.end for span in others)), "")
-            yield _in_module(hlo, slot, key, [span.name for span in others[1:]], last_use)
-
-    def _slots(self) -> Iterator[tuple[tuple[str, str], _Slot]]:
-        """Yield the memory of each value, by its instruction and element."""
+    def slots(self) -> Iterator[tuple[tuple[str, str], _Slot]]:
+        """Yield the memory of each value, by its instruction and its place in a tuple."""
         heads = list(_ALLOCATION.finditer(self.assignment))
         for head, following in zip(heads, [*heads[1:], None], strict=False):
             end = len(self.assignment) if following is None else following.start()
-            for name, element, size, offset in _VALUE.findall(self.assignment, head.end(), end):
-                yield (name, element), _Slot(head[1], head[4], int(offset), int(size))
+            for name, path, size, offset in _VALUE.findall(self.assignment, head.end(), end):
+                is_output = "maybe-live-out" in head[4]
+                yield (name, path), _Slot(head[1], int(offset), int(size), is_output)
 
 
 class _Slot(NamedTuple):
     """Memory of one value, within one allocation."""
 
     allocation: str
-    kind: str
-    """Such as "parameter 0, ..., maybe-live-out:"."""
     offset: int
     bytes: int
-
-
-class _Span(NamedTuple):
-    """Instructions, by number, from the one that makes a value to the last that reads it."""
-
-    begin: int
-    end: int
-    name: str
-
-
-def _chain(first: _Span, spans: list[_Span]) -> list[_Span]:
-    """Return the values that go on with the memory of one: what a loop carries is several."""
-    spans_of_one, end = [first], first.end
-    for span in spans:
-        if first.begin <= span.begin <= end and span != first:
-            spans_of_one.append(span)
-            end = max(end, span.end)
-    return spans_of_one
-
-
-def _in_module(
-    hlo: Hlo, slot: _Slot, key: tuple[str, str], others: list[str], last_use: str
-) -> Alive | None:
-    """Return a value in the module's terms; if JAX has not named it, by what goes on with it."""
-    name, element = key[0], int(key[1].partition(",")[0] or 0)
-    maker, user = hlo.computation_of(name), hlo.computation_of(last_use)
-    if maker is None or not (line := hlo[maker][name]).results:
-        return None
-    parameter = _PARAMETER.match(slot.kind)
-    is_parameter = maker == hlo.entry and line.parameter is not None
-    if not line.op_name or _ALLOCATED in line.attributes:
-        makers = [(c, name_of) for name_of in others if (c := hlo.computation_of(name_of))]
-        written = (pair for pair in makers if _is_written(hlo, *pair))
-        named = (pair for pair in makers if hlo[pair[0]][pair[1]].op_name)
-        maker, name = next(chain(written, named), (maker, name))
-    return Alive(
-        shape=line.results[element if element < len(line.results) else 0],
-        bytes=slot.bytes,
-        computation=maker,
-        name=name,
-        parameter=int(parameter[1]) if parameter and is_parameter else None,
-        is_output="maybe-live-out" in slot.kind,
-        last_use=None if user is None else (user, last_use),
-    )
-
-
-def _is_written(hlo: Hlo, computation: str, name: str) -> bool:
-    """True of what writes into an array that goes on, such as the stack of what a loop keeps."""
-    line = hlo[computation][name]
-    is_fusion = line.opcode == "fusion"
-    return line.opcode == "dynamic-update-slice" or (
-        is_fusion and hlo.contains(line.callees[0], WRITTEN)
-    )
+    is_output: bool
 
 
 # "Ran out of memory on HBM, the total memory required for HLO temporaries (18.14G) exceeds
@@ -496,7 +370,6 @@ _REFUSALS: Final = (
 )
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _MOST: Final = 0.5
-_NAMED: Final = 10
 
 
 class OutOfMemory(MemoryError):  # noqa: N818
@@ -549,11 +422,9 @@ class OutOfMemory(MemoryError):  # noqa: N818
                 f"the layer; or shard what is kept{line} by another axis too, or take a smaller "
                 "batch"
             )
-        if sum(buffer.bytes for buffer in self.buffers if buffer.is_argument) > most:
-            return "most of it is arguments: shard them over more devices, and donate the state"
         return (
-            f"shard {largest.shape}{line} by the axes of the batch or of the model, by "
-            "jax.lax.with_sharding_constraint; or take a smaller batch"
+            f"shard {largest.shape}{line} over more devices, by the plan or by "
+            "jax.lax.with_sharding_constraint; donate the state; or take a smaller batch"
         )
 
 
@@ -570,8 +441,9 @@ class Refusal(NamedTuple):
         """Return it as the error to raise."""
         buffers: tuple[Buffer, ...] = ()
         if self.text and self.live:
-            hlo = Hlo(self.text)
-            buffers = tuple(buffers_of(hlo, self.live.alive(hlo)[:_NAMED], lambda _: None))
+            arrays = Arrays(Values(Hlo(self.text)))
+            rows = arrays.at_peak(self.live)[:_IN_TEXT]
+            buffers = tuple(arrays.buffer(row, lambda _: None) for row in rows)
         return OutOfMemory(self.required, self.available, buffers)
 
 

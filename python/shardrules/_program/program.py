@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from jax import tree_util
 from jax.sharding import Mesh
 
 from shardrules._base.arguments import check_file, check_type
@@ -20,12 +19,12 @@ from shardrules._place.mesh import AnyMesh, has_devices
 from shardrules._plan.answers import Column, Section, Table
 from shardrules._plan.findings import Findings
 from shardrules._plan.lock import content_of
-from shardrules._plan.plan import Plan
 from shardrules._plan.report import Page
 from shardrules._program.causes import REASONS
 from shardrules._program.executable import Executable, State, states
+from shardrules._program.facts import PRODUCTS
 from shardrules._program.hlo import Collective, Exchange, Hlo, exchanges, hlo_errors
-from shardrules._program.inputs import planned_targets
+from shardrules._program.inputs import PlannedSharding, planned_targets
 from shardrules._program.libraries import call_of
 from shardrules._program.lock import Costs, compared, costs_of, program_lock_text, read_program_lock
 from shardrules._program.memory import Memory, Totals, memory_of, totals_of
@@ -130,7 +129,9 @@ class Program:
     def products(self) -> Sequence[Product]:
         """Matrix products and convolutions that a device computes."""
         reasons = self._reasons
-        if reasons is None or not self._executable.hlo.has_products:
+        if reasons is None or not any(
+            f" {opcode}(" in self._executable.hlo.text for opcode in PRODUCTS
+        ):
             return ()
         with hlo_errors():
             variation = reasons.executable.variation
@@ -258,26 +259,11 @@ class Program:
         return text
 
 
-def batches(executable: Executable, inputs: Any, carried: Sequence[State]) -> list[int]:
+def batches(targets: Sequence[PlannedSharding | None], carried: Sequence[State]) -> list[int]:
     """List the leaves of the inputs that are neither states nor planned by a plan."""
-    side = executable.inputs
     of_states = {leaf for state in carried for leaf in state.inputs}
-    plans = side.plans_of(inputs)
-    return [
-        leaf
-        for (treedef, leaves), plan in zip(side.subtrees, plans, strict=True)
-        for leaf, is_planned in zip(leaves, _planned_by_plans(plan, treedef), strict=True)
-        if not is_planned and leaf not in of_states
-    ]
-
-
-def _planned_by_plans(planned: Any, treedef: Any) -> list[bool]:
-    """Say for each leaf of an argument whether a plan has it, or one of a pair of plans."""
-    if isinstance(planned, Plan) or Plan not in set(map(type, tree_util.tree_leaves(planned))):
-        return [isinstance(planned, Plan)] * treedef.num_leaves
-    children, _ = tree_util.tree_flatten(planned, is_leaf=lambda node: node is not planned)
-    pairs = zip(children, treedef.children(), strict=True)
-    return [is_of_plan for pair in pairs for is_of_plan in _planned_by_plans(*pair)]
+    rest = (leaf for leaf, x in enumerate(targets) if x is None or not x.is_of_plan)
+    return [leaf for leaf in rest if leaf not in of_states]
 
 
 def time_on(topology: Topology, mesh: Mesh, text: str) -> ProgramTime | None:
@@ -350,6 +336,6 @@ def inspect(compiled: Any, inputs: Any, outputs: Any = None) -> Program:
         'inputs/0/w'
     """
     executable = Executable(call_of(compiled, inputs))
-    planned_targets(executable, inputs, outputs)  # what does not fit is an error
+    targets, _ = planned_targets(executable, inputs, outputs)
     carried = states(executable, inputs, outputs)
-    return Program(executable, carried, batches(executable, inputs, carried))
+    return Program(executable, carried, batches(targets, carried))

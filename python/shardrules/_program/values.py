@@ -72,6 +72,18 @@ class Values:
         tree = self._trees.get(computation, {}).get(name)
         return () if tree is None else leaves(tree)
 
+    @cached_property
+    def _by_name(self) -> Mapping[str, Tree]:
+        return {name: tree for trees in self._trees.values() for name, tree in trees.items()}
+
+    def at(self, name: str, path: Iterable[int]) -> int | None:
+        """Return an array of an instruction by its place in a tuple; None if there is none."""
+        tree = self._by_name.get(name, ())
+        for place in path:
+            if isinstance(tree, tuple):
+                tree = tree[place] if place < len(tree) else ()
+        return tree if isinstance(tree, int) else None
+
     def operand(self, op: CollectiveOp, number: int) -> int:
         """Return the array that a collective moves, as it is before."""
         return self.of(op.computation, op.instruction.operands[number])[0]
@@ -96,7 +108,7 @@ class Values:
         """Nodes that are made of each node, each once."""
         users: list[list[int]] = [[] for _ in self.lines]
         for node, sources in enumerate(self.made_of):
-            for source in dict.fromkeys(sources):
+            for source in set(sources) if len(sources) > 1 else sources:
                 users[source].append(node)
         return users
 

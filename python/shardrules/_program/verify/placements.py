@@ -264,6 +264,8 @@ def large_results(
     side: Side, targets: Sequence[PlannedSharding | None], carried: Sequence[State], large: int
 ) -> Iterator[Finding]:
     """Yield a finding about large results of a step that are neither its state nor planned."""
+    if None not in targets:
+        return
     states = {leaf for state in carried for leaf in state.outputs}
     rest = [i for i, target in enumerate(targets) if target is None and i not in states]
     if not states or not rest:

@@ -17,14 +17,13 @@ from jax.sharding import NamedSharding
 from shardrules._base.text import and_more, bytes_shown, counted
 from shardrules._plan.findings import Finding, Level
 from shardrules._plan.kinds import axes_used
-from shardrules._program.causes import CONSTRAINT, REASONS
+from shardrules._program.causes import REASONS
 from shardrules._program.executable import Executable, sharding_shown
 from shardrules._program.hlo import Collective
 from shardrules._program.inputs import PlannedSharding
 from shardrules._program.lock import most_sent
 from shardrules._program.program import Program
 from shardrules._program.verify.placements import is_same
-from shardrules._program.work import Product
 
 _SHARE: Final = 0.05
 """Share of all bytes that are sent, above which a collective is told whatever its size."""
@@ -48,10 +47,6 @@ _EXPECTED: Final = {
     ),
 }
 """Words and fix of those that are expected."""
-_NO_PRODUCT: Final = (
-    "constrain the array alike where it is made and where it is used{line}; no product reads it, "
-    "so there are no parameters that XLA could gather in its place"
-)
 
 
 def gathered(
@@ -115,9 +110,8 @@ def _movement_finding(
     cause = next(cause for cause in REASONS.values() if cause.text == reason)
     names = "; ".join([*map(str, rows[:_NAMED]), *and_more(len(rows), _NAMED, "collective")])
     step = "an iteration" if any(row.times is None for row in rows) else "a step"
-    of_xla = "" if any(row.is_called for row in rows) else ", by XLA's own collectives"
     message = (
-        f"{bytes_shown(size)} sent by each device in {step} over {', '.join(axes)}{of_xla}: "
+        f"{bytes_shown(size)} sent by each device in {step} over {', '.join(axes)}: "
         f"{reason}: {names}"
     )
     first = rows[0]
@@ -126,8 +120,6 @@ def _movement_finding(
     entry = repr(batch[0] if len(batch) == 1 else tuple(batch))
     spec = f"P({', '.join([entry, *['None'] * (rank - 1)])})"
     line = "" if first.place is None else f" at {first.place}"
-    if cause is REASONS["batch"] and not program.products:
-        cause = cause._replace(fix=_NO_PRODUCT, mend=CONSTRAINT)
     fix = cause.fix.format(mend=cause.mend.format(spec=spec), axes=", ".join(axes), line=line)
     leaves = [row.moves.rpartition(" ")[2] for row in rows if row.what in ("gradient", "state")]
     paths, count = tuple(dict.fromkeys(leaves)), len(leaves)
@@ -141,10 +133,6 @@ _WARNING: Final = re.compile(
     rf"Involuntary full rematerialization\. The compiler \D{{,30}} go from sharding {_BRACES} to "
     rf'{_BRACES} (?:efficiently|without) .*?for HLO operation.*?op_name="([^"]*)"'
 )
-_MESH: Final = re.compile(r"\{mesh\[[^\]]*\](?:, device_ids=\([^)]*\))?, \[(.*?)\]")
-_ENTRY: Final = re.compile(r"\{([^}]*)\}")
-_AXIS: Final = re.compile(r"'([^']+)'")
-_TILES: Final = re.compile(r"\{devices=\[([\d,]+)\].*?( last_tile_dim_replicate)?\}")
 
 
 def resharded(
@@ -155,8 +143,8 @@ def resharded(
     It replicates what it cannot reshard; those are told that cost `large` bytes a step.
     """
     ways: defaultdict[str, dict[str, None]] = defaultdict(dict)
-    for op_name, way in reshards_in(log):
-        ways[op_name][way] = None
+    for source, target, op_name in _WARNING.findall(log):
+        ways[op_name][f"from {source} to {target}"] = None
     for op_name, of_op in ways.items():
         rows = [
             row
@@ -178,25 +166,6 @@ def resharded(
             yield Finding("warning", "unexpected", message, fix, bytes=size), rows
 
 
-def reshards_in(log: str) -> Iterator[tuple[str, str]]:
-    """Yield JAX's name of each operation of which XLA's log says so, and from what to what."""
-    for line in log.splitlines():
-        if match := _WARNING.search(line):
-            source, target, op_name = match.groups()
-            yield op_name, f"from {_spec_shown(source)} to {_spec_shown(target)}"
-
-
-def _spec_shown(sharding: str) -> str:
-    """Return a sharding of XLA's text as a spec, or without mesh axes as numbers of parts."""
-    mesh = _MESH.match(sharding)
-    if mesh is None:
-        tiles = _TILES.fullmatch(sharding)
-        parts = tiles[1].split(",")[: -1 if tiles[2] else None] if tiles else []
-        return f"{' x '.join(parts)} parts" if parts else sharding
-    names = [tuple(_AXIS.findall(entry)) for entry in _ENTRY.findall(mesh[1])]
-    return f"P({', '.join(repr(axes[0] if len(axes) == 1 else axes or None) for axes in names)})"
-
-
 def computed_alike(
     program: Program, inputs: Sequence[PlannedSharding | None], reported: Container[str]
 ) -> Iterator[Finding]:
@@ -204,43 +173,33 @@ def computed_alike(
 
     Those of what the plan lets them share there, such as KV heads, are meant so.
     """
-    shared_along = {
-        leaf: target.shared_along for leaf, target in enumerate(inputs) if target is not None
-    }
-    products = program.products
+    if not (products := program.products):
+        return
     total = sum(product.flops for product in products)
     for axis, count in program.axis_sizes.items():
-        products_alike = [
-            product
-            for product in products
-            if axis not in product.axes
-            and not any(axis in shared_along.get(leaf, ()) for leaf in product.leaves)
-        ]
-        flops = sum(product.flops for product in products_alike)
-        if count > 1 and flops > _ALIKE * total and axis not in reported:
-            yield _alike_finding(
-                axis, sorted(products_alike, key=lambda product: -product.flops), flops / total
-            )
-
-
-def _alike_finding(axis: str, products: Sequence[Product], share: float) -> Finding:
-    names = [f"{p.op_name}" + (f" at {p.place}" if p.place else "") for p in products[:_NAMED]]
-    message = (
-        f"{counted(len(products), 'product')}, {share:.0%} of the work of a device, are computed "
-        f"alike by all devices along {axis}: {'; '.join(dict.fromkeys(names))}"
-    )
-    fix = (
-        f"let {axis} shard the batch, or a dimension of what is multiplied: constrain the "
-        f"activations by {axis} where the products begin"
-    )
-    return Finding("warning", "batch", message, fix)
+        shared = {leaf for leaf, x in enumerate(inputs) if x is not None and axis in x.shared_along}
+        alike = [row for row in products if axis not in row.axes and shared.isdisjoint(row.leaves)]
+        flops = sum(row.flops for row in alike)
+        if count == 1 or flops <= _ALIKE * total or axis in reported:
+            continue
+        alike.sort(key=lambda row: -row.flops)
+        names = [row.op_name + (f" at {row.place}" if row.place else "") for row in alike[:_NAMED]]
+        message = (
+            f"{counted(len(alike), 'product')}, {flops / total:.0%} of the work of a device, are "
+            f"computed alike by all devices along {axis}: {'; '.join(dict.fromkeys(names))}"
+        )
+        fix = (
+            f"let {axis} shard the batch, or a dimension of what is multiplied: constrain the "
+            f"activations by {axis} where the products begin"
+        )
+        yield Finding("warning", "batch", message, fix)
 
 
 def kept_activations(program: Program, large: int) -> Iterator[Finding]:
     """Yield a finding if most memory is what the forward pass keeps for the backward pass."""
     hlo = program._executable.hlo
     # XLA's numbers take longer than the text.
-    if not hlo.has_gradients or (totals := program.totals) is None:
+    if not program.products or not hlo.has_gradients or (totals := program.totals) is None:
         return
     # The arguments, such as the state of an optimizer, are there whatever is kept.
     least = max(large, _KEPT * (totals.peak - totals.arguments), _KEPT_OF_PEAK * totals.peak)
@@ -271,67 +230,52 @@ _SOURCES: Final = 2
 
 
 def differing(executable: Executable) -> Iterator[Finding]:
-    """Yield a finding for results that devices have copies of, which are not computed alike.
+    """Yield findings for results that devices have copies of, which are not computed alike.
 
     XLA's own partitioner keeps copies alike; `shard_map` with `check_vma=False` leaves that to the
     program.
     """
-    mesh, hlo = executable.mesh, executable.hlo
-    if mesh is None or _MANUAL not in hlo.text:
+    mesh, side = executable.mesh, executable.outputs
+    if mesh is None or _MANUAL not in executable.hlo.text:
         return
-    groups: dict[tuple[frozenset[str], str, tuple[int, ...]], list[int]] = {}
-    for leaf, (node, sharding) in enumerate(
-        zip(executable.results, executable.outputs.shardings, strict=True)
-    ):
+    groups: defaultdict[tuple[str, str, tuple[int, ...]], list[int]] = defaultdict(list)
+    pairs = zip(executable.results, side.shardings, strict=True)
+    for leaf, (node, sharding) in enumerate(pairs):
         if isinstance(sharding, NamedSharding):
             cut = axes_used(sharding.spec, mesh.shape)
             if axes := executable.variation.of([node]) - cut:
-                inputs, line = _causes(executable, node, axes)
-                groups.setdefault((axes, line, inputs), []).append(leaf)
-    for (axes, line, inputs), leaves in groups.items():
-        yield _differing_finding(executable, axes, line, inputs, leaves)
+                along = " and ".join(axis for axis in mesh.shape if axis in axes)
+                groups[along, *_causes(executable, node, axes)].append(leaf)
+    for (along, line, inputs), leaves in groups.items():
+        at = f" at {line}" if line else ""
+        fix = (
+            f"sum it over {along}{at} by jax.lax.psum, and let shard_map check that, "
+            f"check_vma=True; or give it a spec that {along} cuts"
+        )
+        paths = [executable.inputs.paths[leaf] for leaf in inputs]
+        sources = ", ".join([*paths[:_SOURCES], *and_more(len(paths), _SOURCES, "other")])
+        message = (
+            f"copies along {along} will differ: each is computed from its own part of {sources}, "
+            f"and nothing on the way sums, gathers or exchanges over {along}"
+        )
+        if not inputs:
+            message = (
+                f"copies along {along} differ, by the number of the device, as random keys that "
+                "are folded with it do"
+            )
+        yield side.finding("error" if inputs else "info", "differs", message, fix, leaves)
 
 
-def _causes(executable: Executable, node: int, axes: frozenset[str]) -> tuple[tuple[int, ...], str]:
-    """Return the leaves of the inputs that make copies differ, and the line of the last sum."""
+def _causes(executable: Executable, node: int, axes: frozenset[str]) -> tuple[str, tuple[int, ...]]:
+    """Return the line of the last sum, and the leaves of the inputs that make copies differ."""
     values, variation, hlo = executable.values, executable.variation, executable.hlo
 
     def differing_sources(node: int) -> list[int]:
         return [source for source in values.made_of[node] if axes & variation.of([source])]
 
-    made_of = list(values.reached([node], differing_sources))
+    made_of = dict.fromkeys(values.reached([node], differing_sources))
     sums = (source for source in made_of if values.opcodes[source] in _SUMS)
     lines = (place for source in sums if (place := hlo.place(values.lines[source])))
-    number_of = {node: number for number, node in enumerate(values.parameters)}
-    parameters = [number_of[source] for source in made_of if source in number_of]
-    leaves = sorted(executable.leaf_of[n] for n in parameters if n in executable.leaf_of)
-    return tuple(leaves), str(next(lines, ""))
-
-
-def _differing_finding(
-    executable: Executable,
-    axes: frozenset[str],
-    line: str,
-    inputs: tuple[int, ...],
-    leaves: list[int],
-) -> Finding:
-    names = [axis for axis in executable.mesh.shape if axis in axes]  # type: ignore[union-attr]
-    along, at = " and ".join(names), f" at {line}" if line else ""
-    call = repr(names[0] if len(names) == 1 else tuple(names))
-    fix = (
-        f"sum it over {along}{at}, jax.lax.psum(x, {call}), and let shard_map check that, "
-        f"check_vma=True; or give it a spec that {along} cuts"
-    )
-    if not inputs:
-        message = (
-            f"copies along {along} differ, by the number of the device, as random keys that are "
-            "folded with it do"
-        )
-        return executable.outputs.finding("info", "differs", message, fix, leaves)
-    paths = [executable.inputs.paths[leaf] for leaf in inputs]
-    sources = ", ".join([*paths[:_SOURCES], *and_more(len(paths), _SOURCES, "other")])
-    message = (
-        f"copies along {along} will differ: each is computed from its own part of {sources}, and "
-        f"nothing on the way sums, gathers or exchanges over {along}"
-    )
-    return executable.outputs.finding("error", "differs", message, fix, leaves)
+    pairs = executable.leaf_of.items()
+    leaves = sorted(leaf for number, leaf in pairs if values.parameters[number] in made_of)
+    return str(next(lines, "")), tuple(leaves)

@@ -126,7 +126,7 @@ def findings_and_program(
     library = executable.call.library
     in_targets, out_targets = planned_targets(executable, inputs, outputs)
     carried = states(executable, inputs, outputs)
-    program = Program(executable, carried, batches(executable, inputs, carried))
+    program = Program(executable, carried, batches(in_targets, carried))
     with hlo_errors():
         reshards = list(resharded(program, log, large))
         of_gathers = list(gathered(program, in_targets, large))
