@@ -150,9 +150,9 @@ class Computation:
         return sorted(self.of_opcode("parameter"), key=lambda line: line.parameter or 0)
 
     def of_opcode(self, opcode: str) -> Iterator[Instruction]:
-        """Yield the instructions of an opcode, in the order of the text."""
-        position = self.begin
-        while (position := self._text.find(f" {opcode}(", position + 1, self.end)) >= 0:
+        """Yield the instructions of an opcode, the last first."""
+        position = self.end
+        while (position := self._text.rfind(f" {opcode}(", self.begin, position)) >= 0:
             line = parsed(line_at(self._text, position))
             if line.opcode == opcode:  # and it is not within some text
                 yield line
@@ -183,7 +183,7 @@ def _instruction(line: re.Match[str]) -> Instruction:
 
 def with_whole_lines(text: str) -> str:
     """Put each instruction on one line."""
-    return _BROKEN.sub("", text) if "={\n" in text else text
+    return _BROKEN.sub("", text) if text.rfind("={\n") >= 0 else text
 
 
 def line_at(text: str, position: int) -> str:

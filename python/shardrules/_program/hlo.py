@@ -100,14 +100,20 @@ class Hlo:
         self._times: dict[str, int | None] = {}
         self._fusions: dict[str, tuple[str, Instruction] | None] = {}
 
+    def has(self, words: str) -> bool:
+        """Say whether words are in the text; Python looks for them from the end in less time."""
+        return self.text.rfind(words) >= 0
+
     def __getitem__(self, computation: str) -> Computation:
         return self.computations[computation]
 
     @cached_property
     def computations(self) -> dict[str, Computation]:
-        computations = {}
-        after = 0
-        while (end := self.text.find("\n}", after)) >= 0:
+        ends, end = [], len(self.text)
+        while (end := self.text.rfind("\n}", 0, end)) >= 0:
+            ends.append(end)
+        computations, after = {}, 0
+        for end in reversed(ends):
             header = self.text.find(" {\n", after, end)
             if header >= 0:
                 begin = self.text.rfind("\n", after, header) + 1
@@ -174,7 +180,7 @@ class Hlo:
     @cached_property
     def has_gradients(self) -> bool:
         """True if JAX has transposed something in the module."""
-        return "/transpose(" in self.text or "(transpose(" in self.text
+        return self.has("/transpose(") or self.has("(transpose(")
 
     def callers(self, computation: str) -> Iterator[tuple[str, Instruction]]:
         """Yield the instructions that call a computation, each behind its own computation."""
@@ -277,13 +283,12 @@ class Hlo:
         places = []
         for attribute in (" replica_groups=", " source_target_pairs="):
             # A search for a fixed string is much faster than one for a pattern.
-            position = self.text.find(attribute)
-            while position >= 0:
+            position = len(self.text)
+            while (position := self.text.rfind(attribute, 0, position)) >= 0:
                 line = self.text.rfind("\n", 0, position)
                 opcode = OPCODE.search(self.text, line)
                 if opcode and (match := _COLLECTIVE.match(self.text, opcode.start())):
                     places.append((opcode.start(), _KINDS[match[1]], match[2] or ""))
-                position = self.text.find(attribute, position + 1)
         return sorted(places)
 
     def _collective(self, position: int, kind: CollectiveOpcode, start: str) -> CollectiveOp:

@@ -171,7 +171,7 @@ def memory_of(executable: Executable, totals: Totals) -> Memory:
         rows = arrays.at_peak(live) if live and live.ranges else arrays.lasting()
         saved = [row for row in rows if arrays.is_saved(row.node)]
         alive, kept = (sum(row.bytes for row in some) for some in (rows, saved))
-        is_again = "/rematted_computation" in executable.hlo.text
+        is_again = executable.hlo.has("/rematted_computation")
         stacks = sum(arrays.written(row.node) is not None for row in saved)
         return Memory(
             totals=totals,

@@ -128,10 +128,8 @@ class Program:
     @cached_property
     def products(self) -> Sequence[Product]:
         """Matrix products and convolutions that a device computes."""
-        reasons = self._reasons
-        if reasons is None or not any(
-            f" {opcode}(" in self._executable.hlo.text for opcode in PRODUCTS
-        ):
+        reasons, hlo = self._reasons, self._executable.hlo
+        if reasons is None or not any(hlo.has(f" {opcode}(") for opcode in PRODUCTS):
             return ()
         with hlo_errors():
             variation = reasons.executable.variation

@@ -236,7 +236,7 @@ def differing(executable: Executable) -> Iterator[Finding]:
     program.
     """
     mesh, side = executable.mesh, executable.outputs
-    if mesh is None or _MANUAL not in executable.hlo.text:
+    if mesh is None or not executable.hlo.has(_MANUAL):
         return
     groups: defaultdict[tuple[str, str, tuple[int, ...]], list[int]] = defaultdict(list)
     pairs = zip(executable.results, side.shardings, strict=True)
