@@ -5,9 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
-import re
 from collections import Counter
-from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +22,41 @@ from tests.support.folders import ROOT
 TEXTS = sorted((ROOT / "tests" / "data" / "hlo").glob("*.txt.gz"))
 MESH = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
 
+# From the shapes and the loops of the steps, on a device. Kernels of the train step are bfloat16 of
+# 512 x 4 x 64 (q, k, v, o) and 512 x 1024 (gate, up, down); its activations of 4 x 256 x 512.
+KIB, MIB = 2**10, 2**20
+LAYER = 4 * 512 * 4 * 64 * 2 + 3 * 512 * 1024 * 2
+ACTIVATION = 4 * 256 * 512 * 2
+BY_HAND = {
+    "train-v5e": {
+        # Forward, and again in the backward pass; embedding, tokens on it, ids, head, the constraint.
+        "all-gather": 2 * 3 * LAYER + 2 * MIB + 8 * 256 * 4 + 512 * 2048 * 2 + 16 * 256 * 512 * 2,
+        # Attention and MLP forward; one recomputed and two gradients; the kernels' gradients but two;
+        # behind the loop the logits' gradient, their greatest, two sums, and those of norms and loss.
+        "all-reduce": 3 * 2 * ACTIVATION
+        + 3 * (3 * ACTIVATION + 4 * 512 * 4 * 64 * 2 + 512 * 1024 * 2)
+        + ACTIVATION
+        + 4 * 256 * (2 + 2 * 4)
+        + (2 * 3 * 512 + 512 + 1) * 4,
+        "all-to-all": 4 * 4 * 256 * 128 * 2,
+        "collective-permute": 4 * 256 * 4,
+        # gate and up in the loop; embedding and head.
+        "reduce-scatter": 3 * 2 * 512 * 1024 * 2 + 4096 * 128 * 2 + 512 * 2048 * 2,
+    },
+    # 2 layers; a window of 8 shards sends 9 permutes, 2 forward and 3 in the backward pass.
+    "windowed-v5e": {"all-gather": 2 * 4096 * 16384 * 2, "collective-permute": 2 * 5 * 9 * (4096 // 8) * 16384 * 2},
+    # 4 micro-batches of 3 layers, with two kernels of 1 MiB.
+    "accumulate-h100": {"all-gather": 4 * 3 * 2 * 2 * MIB, "reduce-scatter": 4 * 3 * 2 * MIB},
+    # The loop of unknown length once; then seven, which begin at 0.
+    "branches-v5e": {
+        "all-gather": 2 * MIB,
+        "all-reduce": (1 + 1 + 7) * 512 * KIB + 256 * KIB,
+        "reduce-scatter": 512 * KIB,
+    },
+    "ring-h100": {"collective-permute": 8 * 2 * MIB},
+    "experts-v5e": {"all-to-all": 2 * 512 * KIB},
+}
+
 
 @pytest.mark.parametrize("file", TEXTS, ids=lambda file: file.name.removesuffix(".txt.gz"))
 def test_the_rows_of_a_recorded_program_are_all_that_it_sends(file):
@@ -32,7 +65,11 @@ def test_the_rows_of_a_recorded_program_are_all_that_it_sends(file):
     rows, totals = list(exchanges(Hlo(text), {})), Counter()
     for row in rows:
         totals[row.op.kind] += row.payload * (1 if row.times is None else row.times)
-    assert totals == hlo_counts.totals(counted)
+    assert (
+        totals
+        == BY_HAND.get(file.name.removesuffix(".txt.gz"), hlo_counts.totals(counted))
+        == hlo_counts.totals(counted)
+    )
     # Of a loop of unknown length it is not known.
     assert any(row.times is None for row in rows) == any(row["times"] is None for row in counted)
 
@@ -176,18 +213,9 @@ def doubled(depth):
 
 def test_a_text_whose_computations_call_each_other_ends(print_as):
     compiled = jax.jit(lambda x: x * 2).lower(jax.ShapeDtypeStruct((8,), "float32")).compile()
-    print_as(CYCLE)
-    with pytest.raises(ValueError, match="cut, or no HLO"):
-        str(sr.inspect(compiled, (None,)))
+    for text in (CYCLE, CYCLE.replace("copy(%d)", "call(%p), to_apply=%a")):
+        print_as(text)
+        with pytest.raises(ValueError, match="cut, or no HLO"):
+            str(sr.inspect(compiled, (None,)))
     print_as(doubled(60))  # 2**60 calls, of which each computation is read once
     assert "on each device" in str(sr.inspect(compiled, (None,)))
-
-
-def test_a_computation_that_calls_itself_is_an_error_or_an_answer(print_as):
-    names = re.findall(r"^(?:ENTRY )?%?(\S+) \(", TEXT, re.M)
-    for first, second in pairwise(names):
-        print_as(re.sub(rf"=%{re.escape(first)}\b", f"=%{second}", TEXT))
-        try:
-            str(sr.inspect(COMPILED, PLANNED))
-        except ValueError as error:
-            assert "HLO" in str(error)

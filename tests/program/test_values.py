@@ -6,7 +6,7 @@ import gzip
 
 import pytest
 
-from shardrules._program.facts import Facts, Origin, Variation, summed_dims
+from shardrules._program.facts import Facts, Origin, Variation
 from shardrules._program.hlo import Hlo
 from shardrules._program.values import Values
 from tests.support.folders import ROOT
@@ -272,12 +272,6 @@ def test_a_dimension_is_followed_to_where_it_is_used():
     values = Values(Hlo(FOLLOWED))
     found = Facts(values).uses(values.parameters[0], 2, lambda _: False)
     assert {values.lines[use.user].name: use.dim for use in found} == {"product": 2, "other": 0, "moved": 1, "outer": 1}
-
-
-def test_what_a_product_sums_over():
-    values = Values(Hlo(STEP))
-    line = values.lines[only(values, "body", "y")]
-    assert [summed_dims(line, place) for place in (0, 1)] == [[1], [0]]
 
 
 def test_a_text_of_20_000_instructions():

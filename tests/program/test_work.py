@@ -1,4 +1,4 @@
-"""`ProgramTime`: the compiler's cycles and kernels, against sums by hand."""
+"""The work of programs, against sums by hand: products as TPUs write them, cycles, kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import pytest
 
 from shardrules._program.hlo import Hlo
-from shardrules._program.work import KERNEL_EFFICIENCY, program_time
+from shardrules._program.values import Values
+from shardrules._program.work import KERNEL_EFFICIENCY, product_nodes, program_time
 
 CLOCK, PEAK = 1e9, 1e12
 # Of 2 heads, 64 queries of 128 elements, 32 keys, and values of 64; JAX writes a kernel's metadata
@@ -20,7 +21,7 @@ bf16[1,32,64]{{2,1,0}}, f32[2,64,64]{{2,1,0}}}}, frontend_attributes={{kernel_me
 }}}}, metadata={{op_name="jit(f)/transpose(jvp(attention))/jit(_splash)/{name}/pallas_call"}}, \
 backend_config={{"custom_call_config":{{"body":"AA=="}}}}
 """
-PRODUCTS = 2 * 64 * 32  # halved by the mask, doubled by multiplication and addition
+PAIRS = 2 * 64 * 32  # halved by the mask, doubled by multiplication and addition
 
 
 def module(*lines):
@@ -96,8 +97,47 @@ def test_a_kernel_counts_by_the_operations_that_it_estimates():
 def test_splash_attention_counts_by_its_shapes(name, results, width):
     text = module(SPLASH.format(name=name, results=results))
     time = time_of(text)
-    assert time.kernels == pytest.approx(PRODUCTS * width / (PEAK * KERNEL_EFFICIENCY))
+    assert time.kernels == pytest.approx(PAIRS * width / (PEAK * KERNEL_EFFICIENCY))
 
 
 def test_a_text_without_cycles_has_no_time():
     assert time_of(module().replace("estimated_cycles", "cycles")) is None
+
+
+MODULE = """HloModule jit_step, is_scheduled=true, entry_computation_layout={{()->{result}}}
+
+ENTRY %main (a: {left}, b: {right}) -> {result} {{
+  %a = {left}{{}} parameter(0)
+  %b = {right}{{}} parameter(1)
+  ROOT %out = {result}{{}} {product}
+}}
+"""
+
+PRODUCTS = {
+    "batches apart": (
+        "bf16[4,1024,9,128]", "bf16[4,1024,9,128]", "bf16[4,9,1024,1024]", 4 * 9 * 1024 * 1024 * 128,
+        "convolution(%a, %b), window={size=4x9 stride=3x8 lhs_dilate=4x9}, dim_labels=0b1f_0o1i->01bf",
+    ),
+    "heads in the padding": (
+        "bf16[4,1024,2,576,1]", "bf16[9,128,2,576,1]", "bf16[4,1024,9,128,1]", 4 * 1024 * 9 * 128 * 1152,
+        "convolution(%a, %b), window={size=1x9x2 pad=0_0x8_8x0_0 rhs_reversal=0x1x0}, dim_labels=0b2f1_1o2i0->0b1f2",
+    ),
+    "image": (
+        "f32[1,4,4,2]", "f32[3,3,2,8]", "f32[1,4,4,8]", (4 * 3 - 2) ** 2 * 2 * 8,
+        "convolution(%a, %b), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f",
+    ),
+    "library": (
+        "f32[64,32]", "f32[32,16]", "f32[64,16]", 64 * 32 * 16, 'custom-call(%a, %b), custom_call_target="__onednn$matmul"'
+    ),
+    "no product": (
+        "bf16[4,512]", "bf16[4,512]", "bf16[8,512]", 0, 'custom-call(%a, %b), custom_call_target="ConcatBitcast"'
+    ),
+}  # fmt: skip
+"""Shapes, multiplications and lines: of libtpu's programs, and of plain convolutions."""
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_what_is_multiplied_is_counted(name):
+    left, right, result, count, product = PRODUCTS[name]
+    text = MODULE.format(left=left, right=right, result=result, product=product)
+    assert sum(flops for _, flops in product_nodes(Values(Hlo(text)))) == 2 * count
