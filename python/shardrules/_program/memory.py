@@ -200,7 +200,7 @@ class Arrays:
 
     def at_peak(self, live: LiveRanges) -> list[Alive]:
         """List the arrays that XLA has in memory at the peak, the largest first."""
-        slots, at_peak = dict(live.slots()), {}
+        slots, at_peak = dict(live.slots()), dict[_Slot, int]()
         for name, path in _AT_PEAK.findall(live.ranges):
             node = self._values.at(name, [int(place) for place in path.split(",") if place])
             if node is not None and (slot := slots.get((name, path))):
