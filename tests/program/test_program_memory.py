@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.hlo import Hlo
-from shardrules._program.memory import Alive, Arrays, memory_of, table_of, totals_from
+from shardrules._program.memory import Alive, DeviceArrays, memory_of, table_of, totals_from
 from shardrules._program.values import Values
 
 MESH = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
@@ -167,7 +167,7 @@ ENTRY %main (x: f32[64,64]) -> bf16[64,64] {
 
 def largest_of(text):
     values = Values(Hlo(text))
-    return Arrays(values).buffer(Alive(*values.of("main", "fusion"), 2**13), lambda _: None)
+    return DeviceArrays(values).buffer(Alive(*values.of("main", "fusion"), 2**13), lambda _: None)
 
 
 def test_a_fusion_that_ends_in_a_cast_is_not_named_by_what_it_reads():

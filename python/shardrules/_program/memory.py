@@ -167,7 +167,7 @@ def memory_of(executable: Executable, totals: Totals) -> Memory:
 
     with hlo_errors():
         live = getattr(executable.call.compiled, "live", None)
-        arrays = Arrays(executable.values)
+        arrays = DeviceArrays(executable.values)
         rows = arrays.at_peak(live) if live and live.ranges else arrays.lasting()
         saved = [row for row in rows if arrays.is_saved(row.node)]
         alive, kept = (sum(row.bytes for row in some) for some in (rows, saved))
@@ -190,7 +190,7 @@ class Alive(NamedTuple):
     is_output: bool = False
 
 
-class Arrays:
+class DeviceArrays:
     """Arrays of a module in the memory of a device, and what they are for."""
 
     def __init__(self, values: Values) -> None:
@@ -441,7 +441,7 @@ class Refusal(NamedTuple):
         """Return it as the error to raise."""
         buffers: tuple[Buffer, ...] = ()
         if self.text and self.live:
-            arrays = Arrays(Values(Hlo(self.text)))
+            arrays = DeviceArrays(Values(Hlo(self.text)))
             rows = arrays.at_peak(self.live)[:_IN_TEXT]
             buffers = tuple(arrays.buffer(row, lambda _: None) for row in rows)
         return OutOfMemory(self.required, self.available, buffers)
