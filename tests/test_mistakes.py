@@ -295,10 +295,10 @@ OF_REHEARSALS = {
     "mesh before step_on": (lambda: sr.rehearse(SIZES, step_on), "(a dict)", "def step_on(mesh)"),
     "a slice to rehearse": (lambda: sr.rehearse(step_on, "v5p:2x2x2"), "'v5p:2x2x2'", "a dict of axis sizes such as {'dp': 8, 'tp': 4}"),
     "a number to rehearse": (lambda: sr.rehearse(step_on, 8), "8 (an int)", "a dict of axis sizes"),
-    "the mesh of the pod": (lambda: sr.rehearse(step_on, {"fsdp": 64, "tp": 64}), "4,096 devices", "at most 512", "a small mesh with the same axes"),
+    "the mesh of the pod": (lambda: sr.rehearse(step_on, {"fsdp": 64, "tp": 64}), "4,096 devices, of at most 512", "a small mesh with the same axes"),
     "a negative tolerance": (lambda: sr.rehearse(step_on, SIZES, rtol=-1), "-1", "such as 1e-5"),
     "one argument": (lambda: sr.rehearse(step_on, SIZES, args=np.ones(3)), "(an ndarray)", "as a tuple"),
-    "an argument of another shape": (lambda: sr.rehearse(step_on, SIZES, args=({"w": np.ones((4, 4), "float32")},)), "(4, 4)", "(8, 8)"),
+    "an argument of another shape": (lambda: sr.rehearse(step_on, SIZES, args=({"w": np.ones((4, 4), "float32")},)), "float32[4, 4]", "float32[8, 8]"),
 }  # fmt: skip
 OF_AUDITS = {
     "shapes to audit": (lambda: sr.audit(TREE, PLAN.on_mesh(MESH)).raise_for(), "abstract and on no devices", "audit the arrays themselves"),

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from tests.support.command_line import invoke
+from tests.support.process_worker import enable_x64
 from tests.support.slow import some
 
 SIZES = {"fsdp": 4, "tp": 2}
@@ -185,21 +186,6 @@ def test_a_step_that_is_the_same(name):
     assert not rehearsal.at_least("warning"), rehearsal
 
 
-def test_sums_behind_what_is_not_linear_are_told():
-    """Of positive values alone they are the same."""
-
-    def step_on(mesh):
-        def layer(x, w):
-            return lax.psum(jax.nn.relu(x @ w), "tp")
-
-        specs = (P("fsdp", "tp"), P("tp"))
-        step = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=P("fsdp"))
-        x, w = (placed(mesh, shape, "float32", *spec) for shape, spec in zip([(8, 64), (64, 64)], specs, strict=True))
-        return jax.jit(step), (x, w)
-
-    assert [one.kind for one in sr.rehearse(step_on, SIZES).at_least("error")] == ["unequal"]
-
-
 @pytest.mark.parametrize("fault", some(FAULTS, every=3))
 def test_a_fault_that_changes_the_answer(fault):
     findings = sr.rehearse(partial(by_hand, fault=fault), SIZES)
@@ -215,14 +201,18 @@ def scaled(mesh: Any, call: Any, shape: tuple[int, ...] = (8, 8), dtype: str = "
     return jax.jit(jax.shard_map(call, mesh=mesh, **specs)), (x,)
 
 
-def rooted(mesh: Any) -> Any:
-    x = placed(mesh, (8, 8), "float32", "fsdp")
-    return jax.jit(lambda a, b: (a + 0, jnp.sqrt(b))), (x, x)
+def of_arrays(mesh: Any, call: Any, *arrays: tuple[Any, ...]) -> Any:
+    """A step of arrays, each of a shape, a dtype, and its axes."""
+    return jax.jit(call), tuple(placed(mesh, *array) for array in arrays)
 
 
-def complex_numbers(mesh: Any) -> Any:
-    x = placed(mesh, (8, 8), "complex64", "fsdp", "tp")
-    return jax.jit(lambda x: (x @ x, x.real)), (x,)
+def summed_late(mesh: Any) -> Any:
+    """Sums behind what is not linear; of positive values alone they are the same."""
+    specs = (P("fsdp", "tp"), P("tp"))
+    layer = jax.shard_map(
+        lambda x, w: lax.psum(jax.nn.relu(x @ w), "tp"), mesh=mesh, in_specs=specs, out_specs=P("fsdp")
+    )
+    return of_arrays(mesh, layer, ((8, 64), "float32", "fsdp", "tp"), ((64, 64), "float32", "tp"))
 
 
 def without_its_first_row(x: Any) -> Any:
@@ -234,30 +224,24 @@ def numbered(x: Any) -> Any:
     return x + lax.axis_index("fsdp").astype(x.dtype)
 
 
-ONLY_LARGE = partial(scaled, call=lambda x: jnp.where(x > 10, 1 + lax.axis_index("fsdp"), x))
+FLOATS = ((8, 8), "float32", "fsdp")
+LARGE = partial(scaled, call=lambda x: jnp.where(x > 10, 1 + lax.axis_index("fsdp"), x))
+MASKED = partial(scaled, call=lambda x: jnp.where(x > 0.1, x, -jnp.inf))
+INFINITE = partial(scaled, call=lambda x: x.at[0, 0].set(jnp.inf))
 ROWS = np.full((8, 8), 11, "float32")
 REPORTED = {
-    "roots of variances": (rooted, {}, ""),
-    "complex": (complex_numbers, {}, ""),
+    "sums behind what is not linear": (summed_late, {}, "error[unequal]"),
+    "roots of variances": (lambda mesh: of_arrays(mesh, lambda a, b: (a + 0, jnp.sqrt(b)), FLOATS, FLOATS), {}, ""),
+    "complex": (lambda mesh: of_arrays(mesh, lambda x: (x @ x, x.real), ((8, 8), "complex64", "fsdp", "tp")), {}, ""),
     "complex, other": (partial(scaled, call=numbered, dtype="complex64"), {}, "error[unequal]"),
-    "nan": (
-        partial(scaled, call=without_its_first_row, shape=(4, 8)), {},
-        "error[nan]: outputs[0, 0] is nan sharded, and ",
-    ),
+    "nan": (partial(scaled, call=without_its_first_row, shape=(4, 8)), {}, "error[nan]: outputs[0, 0] is nan sharded, and"),
     "nan of both": (partial(scaled, call=lambda x: x * jnp.nan), {}, "warning[nan]"),
-    "infinities of a mask": (
-        partial(scaled, call=lambda x: jnp.where(x > 0.1, x, -jnp.inf)), {}, "",
-    ),
-    "infinities of each": (
-        partial(scaled, call=lambda x: x.at[0, 0].set(jnp.inf)), {},
-        "error[unequal]: outputs[2, 0] is inf sharded, and ",
-    ),
-    "choices": (
-        partial(scaled, call=numbered, dtype="int32"), {}, "; 75% of the values differ",
-    ),
-    "small values": (ONLY_LARGE, {}, ""),
-    "large values": (ONLY_LARGE, {"args": (ROWS,)}, "error[unequal]"),
-    "as much as is accepted": (ONLY_LARGE, {"args": (ROWS,), "rtol": 100}, ""),
+    "infinities of a mask": (MASKED, {}, ""),
+    "infinities of each": (INFINITE, {}, "error[unequal]: outputs[2, 0] is inf sharded, and"),
+    "choices": (partial(scaled, call=numbered, dtype="int32"), {}, "; 75% of the values differ"),
+    "small values": (LARGE, {}, ""),
+    "large values": (LARGE, {"args": (ROWS,)}, "error[unequal]"),
+    "as much as is accepted": (LARGE, {"args": (ROWS,), "rtol": 100}, ""),
 }  # fmt: skip
 
 
@@ -275,27 +259,22 @@ def of_its_own_rows(mesh: Any) -> Any:
 
 
 def too_large(mesh: Any) -> Any:
-    x = placed(mesh, (2**10,), "float32", "fsdp")
-    return jax.jit(lambda x: jnp.broadcast_to(x, (2**32, 2**10)) * 2), (x,)
+    return of_arrays(mesh, lambda x: jnp.broadcast_to(x, (2**32, 2**10)) * 2, ((2**10,), "float32", "fsdp"))
 
 
 SAME_ROWS = partial(scaled, call=lambda x: x)
+INTEGERS = partial(scaled, call=numbered, dtype="int32")
 REFUSED = {
-    "fewer rows": (SAME_ROWS, (ROWS[:4],), r"an array of \(4, 8\) where the step takes \(8, 8\)"),
+    "fewer rows": (SAME_ROWS, (ROWS[:4],), r"args has float32\[4, 8\] where the step takes float32\[8, 8\]"),
     "two": (SAME_ROWS, (ROWS, ROWS), "args has 2 arrays, not 1"),
     "none": (SAME_ROWS, (), "args has 0 arrays, not 1"),
-    "cut to integers": (
-        partial(scaled, call=numbered, dtype="int32"), (ROWS + 0.5,),
-        "args has float32 where the step takes int32",
-    ),
+    "cut to integers": (INTEGERS, (ROWS + 0.5,), r"args has float32\[8, 8\] where the step takes int32\[8, 8\]"),
     "another step": (of_its_own_rows, None, "whose arguments are others, or .* let it use the mesh"),
-    "more results": (
-        lambda mesh: scaled(mesh, lambda x: (x,) * mesh.size), None, "whose results are others",
-    ),
+    "more results": (lambda mesh: scaled(mesh, lambda x: (x,) * mesh.size), None, "whose results are others"),
     "shapes of results": (partial(scaled, call=lambda x: x @ x.T), None, "whose results are others"),
     "no array": (lambda mesh: (jax.jit(lambda: jnp.ones(4)), ()), None, "the step needs no array on"),
     "too large": (too_large, None, r"it needs \S+ TB, of .* let step_on take its sizes"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -308,13 +287,17 @@ def test_what_cannot_be_rehearsed(name):
 @pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="JAX 0.7 lowers Explicit axes for devices alone")
 def test_types_of_axes():
     def step_on(mesh: Any) -> Any:
-        x, y = (placed(mesh, (8, 8), "float32", axis, None) for axis in SIZES)
         product = partial(jnp.einsum, "ij,jk->ik", out_sharding=P("fsdp", None))
-        return jax.jit(product), (x, y)
+        return of_arrays(mesh, product, *(((8, 8), "float32", axis, None) for axis in SIZES))
 
     explicit = (jax.sharding.AxisType.Explicit,) * 2
     mesh = jax.sharding.AbstractMesh((4, 2), tuple(SIZES), axis_types=explicit)
     assert not sr.rehearse(step_on, mesh)
+
+
+def test_wide_numbers():
+    with enable_x64(True):
+        assert not sr.rehearse(partial(scaled, call=lambda x: x * 2, dtype="float64"), SIZES)
 
 
 @pytest.mark.parametrize(

@@ -449,8 +449,12 @@ def test_values_in_any_context():
             assert [[one.kind for one in told(array)] for array in of_either] == [["differs"]] * 2
 
 
-def test_tracers_and_a_mesh_without_devices(planned):
+def test_misuse(planned):
     tree, plan = planned
+    with pytest.raises(ValueError, match=r"fsdp=4,tp=2 has no devices .*plan\.on_mesh\(mesh\)"):
+        sr.audit(tree, plan.on_mesh(SIZES))
+    with pytest.raises(TypeError, match="plan is .*it must be a Plan"):
+        sr.audit(tree, plan.shardings())
     with pytest.raises(TypeError, match="call it outside"):
         jax.jit(lambda t: sr.audit(t, plan) and t)(tree)
     assert kinds(plan.on_mesh(SIZES).abstract(), plan) == {("error", "unknown")}
