@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._base.dtypes import BITS, SAFETENSORS
 from shardrules._base.io import memory_within
-from shardrules._checkpoint import files as reading
 from shardrules._checkpoint import load as loading
 from shardrules._checkpoint import units
 from tests.support.files import header_file, message
@@ -81,7 +80,7 @@ def checkpoint(rng, tmp_path):
 @pytest.fixture
 def counted(monkeypatch):
     """The bytes that are read of the data of files."""
-    read, lock, count = [], threading.Lock(), reading._read_at
+    read, lock, count = [], threading.Lock(), units._read_at
 
     def read_at(file, begin, into):
         done = count(file, begin, into)
@@ -95,8 +94,8 @@ def counted(monkeypatch):
 
 def by_python(monkeypatch, read_at):
     """Read with this function, in the place of the system's."""
-    monkeypatch.setattr(reading, "_native", None)
-    monkeypatch.setattr(reading, "_read_at", read_at)
+    monkeypatch.setattr(units, "_native", None)
+    monkeypatch.setattr(units, "_read_at", read_at)
 
 
 def bits(array):
@@ -279,7 +278,7 @@ def test_donating_what_was_loaded_does_not_change_it_elsewhere(checkpoint):
 class TestUntrusted:
     @pytest.mark.parametrize("way", ["time", "fifo"])
     def test_a_file_that_changes_before_it_is_read(self, checkpoint, monkeypatch, way):
-        read, path = loading._read, checkpoint / "a.safetensors"
+        read, path = loading.fill, checkpoint / "a.safetensors"
 
         def change(*arguments):
             if way == "time":
@@ -289,13 +288,13 @@ class TestUntrusted:
                 os.mkfifo(path)
             return read(*arguments)
 
-        monkeypatch.setattr(loading, "_read", change)
+        monkeypatch.setattr(loading, "fill", change)
         with pytest.raises(sr.FileError, match="the file has changed since|not a regular file"):
             sr.load(checkpoint, RULES, mesh_of())
 
     @pytest.mark.parametrize("way", ["truncate", "write", "replace"])
     def test_a_file_that_changes_while_it_is_read(self, checkpoint, monkeypatch, way):
-        path, read_at, done = checkpoint / "a.safetensors", reading._read_at, []
+        path, read_at, done = checkpoint / "a.safetensors", units._read_at, []
 
         def change(file, begin, into):
             if not done:
@@ -326,7 +325,7 @@ class TestUntrusted:
             sr.load(checkpoint, RULES, mesh_of())
 
     def test_a_short_read_is_read_on(self, checkpoint, monkeypatch):
-        read_at = reading._read_at
+        read_at = units._read_at
         by_python(monkeypatch, lambda file, begin, into: read_at(file, begin, into[:7]))
         loaded = sr.load(checkpoint, RULES, mesh_of())
         for name, array in by_safe_open(checkpoint).items():
@@ -390,7 +389,7 @@ def test_other_values_are_no_error(tmp_path, to, recwarn):
     assert not recwarn.list
 
 
-@pytest.mark.parametrize("place", [(units._Unit, "memory"), (reading.Reader, "read")])
+@pytest.mark.parametrize("place", [(units._Unit, "memory"), (units.Reader, "read")])
 def test_a_memory_that_is_full(checkpoint, monkeypatch, place):
     def fail(*_):
         raise MemoryError("Unable to allocate 64.0 MiB")
@@ -405,11 +404,11 @@ class TestRanges:
 
     def both(self, path, ranges, size, monkeypatch):
         results = []
-        for native in (reading._native, None):
-            monkeypatch.setattr(reading, "_native", native)
+        for native in (units._native, None):
+            monkeypatch.setattr(units, "_native", native)
             memory = np.zeros(size, np.uint8)
             with open(path, "rb") as file:
-                stop = reading._read_ranges(file, ranges, memory)
+                stop = units._read_ranges(file, ranges, memory)
             results.append((stop, memory.tobytes()))
         return results
 
@@ -417,12 +416,12 @@ class TestRanges:
         data = rng.randbytes(100_000)
         (tmp_path / "data").write_bytes(data)
         for gap in (0, 100, 4096):
-            monkeypatch.setattr(reading, "GAP", gap)
+            monkeypatch.setattr(units, "GAP", gap)
             sizes = np.array([rng.choice([0, 1, 7, 300, 5000]) for _ in range(2000)])
             begins = np.sort([rng.randrange(len(data) - size + 1) for size in sizes.tolist()])
             begins = np.minimum(begins, len(data) - sizes)
             order = np.argsort(begins, kind="stable")
-            ranges = reading.Ranges(begins[order], sizes[order], np.cumsum(sizes[order]) - sizes[order])
+            ranges = units.Ranges(begins[order], sizes[order], np.cumsum(sizes[order]) - sizes[order])
             expected = b"".join(
                 data[begin : begin + size]
                 for begin, size, _ in zip(*(column.tolist() for column in ranges), strict=True)
@@ -433,7 +432,7 @@ class TestRanges:
 
     def test_the_end_of_the_file(self, tmp_path, monkeypatch):
         (tmp_path / "data").write_bytes(bytes(10))
-        ranges = reading.Ranges(*map(np.array, ([2, 8], [3, 4], [0, 3])))
+        ranges = units.Ranges(*map(np.array, ([2, 8], [3, 4], [0, 3])))
         for stop, _ in self.both(tmp_path / "data", ranges, 7, monkeypatch):
             assert stop == (10, -1)
 
@@ -441,11 +440,11 @@ class TestRanges:
         "columns", [([0], [8], [1]), ([-1], [1], [0]), ([0], [-1], [0]), ([0, 1], [1, 1], [0]), ([2**63 - 1], [1], [0])]
     )
     def test_ranges_outside_of_the_memory(self, tmp_path, columns):
-        if reading._native is None:
+        if units._native is None:
             pytest.skip("Python reads here")
         (tmp_path / "data").write_bytes(bytes(10))
         with open(tmp_path / "data", "rb") as file, pytest.raises(ValueError, match="range"):
-            reading._read_ranges(file, reading.Ranges(*map(np.array, columns)), np.zeros(8, np.uint8))
+            units._read_ranges(file, units.Ranges(*map(np.array, columns)), np.zeros(8, np.uint8))
 
 
 def test_a_box_that_two_places_need_is_read_once(tmp_path, rng, counted):

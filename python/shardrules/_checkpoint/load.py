@@ -6,25 +6,24 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from typing import Any, Final
 
 import jax
+import numpy as np
 from jax import tree_util
 from jax.sharding import NamedSharding
 
 from shardrules._base.arguments import as_tuple, byte_size, check_items, check_type
 from shardrules._base.dtypes import RANDOM_KEYS, bits_of, given_float, key_dtype
-from shardrules._base.io import FileError, memory_within
+from shardrules._base.io import FileError, collector_paused, memory_within
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import shown
-from shardrules._checkpoint.conversion import numpy_dtype
-from shardrules._checkpoint.files import Reader
 from shardrules._checkpoint.names import A_RENAME, Rename, forwards
 from shardrules._checkpoint.targets import Problems, Target, plain_target
 from shardrules._checkpoint.trees import Selection, checked_sharding, initial, matched
-from shardrules._checkpoint.units import DEFAULT_IN_FLIGHT, Job, bytes_to_read, fill
+from shardrules._checkpoint.units import DEFAULT_IN_FLIGHT, Job, Reader, bytes_to_read, fill
 from shardrules._place.decider import RulesLike
 from shardrules._place.mesh import MeshLike
 from shardrules._place.named_shardings import only_process, requested_shardings
@@ -41,6 +40,7 @@ _NO_DATA: Final = (
 )
 # Of one array some bytes each.
 _MOST_SAMPLES: Final = 512
+_IMPLEMENTATIONS: Final = {dtype: name for name, dtype in RANDOM_KEYS.items()}
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
@@ -122,7 +122,8 @@ def load(
     check_type("source", source, str | os.PathLike, "the path of a checkpoint")
     if progress is not None and not callable(progress):
         raise TypeError(f"progress is {shown(progress)}; it must be a function of two numbers")
-    with JointCall("load") as call:
+    # What is made here has no cycles, and is much to visit.
+    with JointCall("load") as call, collector_paused():
         followed = check_items("renames", as_tuple("renames", renames, "Renames"), Rename, A_RENAME)
         wanted_dtype = None if dtype is None else given_float("dtype", dtype)
         most = byte_size("max_bytes_in_flight", max_bytes_in_flight)
@@ -138,62 +139,66 @@ def load(
         if call.joint and only_process(rules, mesh) is not None:
             call.alone()
         is_joint = call.joint
-        with memory_within(DEFAULT_IN_FLIGHT):
-            arrays = read_arrays(os.fspath(source), ArraySpecs(keeps_places=True))
-        if any(leaf.file is None for leaf in arrays.leaves.values()):
-            raise FileError(f"{arrays.path}: {_NO_DATA}")
-        if jax.process_index() == 0 and is_part(str(arrays.path)):
-            _LOG.warning("load: %s is a part of a model; its directory has all", arrays.path)
-        problems = Problems(arrays.name)
-        _check_unpacked(arrays, problems)
-        records = forwards(followed)
+        arrays = _arrays_of(os.fspath(source))
+        stored = {name: _as_in_file(leaf) for name, leaf in arrays.leaves.items()}
         abstract, targets = matched(
-            arrays.leaves, tree, records, wanted_dtype, problems, selection=selection
+            arrays.leaves,
+            tree,
+            forwards(followed),
+            wanted_dtype,
+            Problems(arrays.name),
+            selection=selection,
         )
         leaves, treedef, shardings = requested_shardings(abstract, rules, mesh)
-        stored = {name: _as_in_file(leaf) for name, leaf in arrays.leaves.items()}
-        jobs = _load_jobs(targets, leaves, shardings, stored)
+        jobs = [
+            _job(path, target, leaf, checked_sharding(path, sharding), stored)
+            for (path, target), leaf, sharding in zip(targets, leaves, shardings, strict=True)
+            if target is not None
+        ]
         call.agree(
             lambda: [
                 *_samples(stored),
                 *rows_of(abstract, shardings, f"{selection.options()}, renames={followed}"),
             ]
         )
-    with JointCall("load", "while it was reading") as call:
+    with JointCall("load", "while it was reading") as call, collector_paused():
         if not is_joint:
             call.alone()
-        read = iter(_read(stored, jobs, most, progress))
-        kept = leaves if tree is None else tree_util.tree_leaves(tree)
-        rows = zip(targets, leaves, kept, shardings, strict=True)
-        values = [
-            _as_keys(next(read), spec, sharding)
-            if target is not None
-            else _value_instead(selection, path, spec, leaf, sharding)
-            for (path, target), spec, leaf, sharding in rows
-        ]
+        total = sum(bytes_to_read(job, stored) for job in jobs) if progress else 0
+        with Reader(stored) as reader:
+
+            def done() -> None:
+                if progress is not None:
+                    progress(reader.bytes_read, total)
+
+            read = iter(fill(jobs, reader, most, done))
+        values = leaves if tree is None else tree_util.tree_leaves(tree)
+        for i, ((path, target), spec) in enumerate(zip(targets, leaves, strict=True)):
+            if target is not None:
+                values[i] = _as_keys(next(read), spec, shardings[i])
+            elif path in selection.made:
+                sharding = checked_sharding(path, shardings[i])
+                values[i] = initial(path, selection.made[path], spec, sharding)
         selection.tell(arrays.name)
         call.agree(lambda: [("the arrays", "read")])
     return treedef.unflatten(values)
 
 
-def _load_jobs(
-    targets: Sequence[tuple[str, Target | None]],
-    leaves: Sequence[Any],
-    shardings: Sequence[Any],
-    stored: Mapping[str, ArraySpec],
-) -> list[Job]:
-    """Return what is to be made of the arrays."""
-    jobs, checked = [], set()
-    for (path, target), leaf, sharding in zip(targets, leaves, shardings, strict=True):
-        if target is None:
-            continue
-        if id(sharding) not in checked:
-            checked.add(id(checked_sharding(path, sharding)))
-        if key_dtype(target.dtype) is None:
-            jobs.append(Job(path, target, leaf.dtype, sharding))
-        else:
-            jobs.append(_job_of_keys(path, target, stored[target.parts[0].source], sharding))
-    return jobs
+def _arrays_of(source: str) -> Arrays:
+    """Read the headers of a checkpoint."""
+    with memory_within(DEFAULT_IN_FLIGHT):
+        arrays = read_arrays(source, ArraySpecs(keeps_places=True))
+    if any(leaf.file is None for leaf in arrays.leaves.values()):
+        raise FileError(f"{arrays.path}: {_NO_DATA}")
+    if jax.process_index() == 0 and is_part(str(arrays.path)):
+        _LOG.warning("load: %s is a part of a model; its directory has all", arrays.path)
+    for name, leaf in arrays.leaves.items():
+        if bits_of(leaf.dtype) < 8:
+            raise FileError(
+                f"{arrays.name}: {name}: {leaf.dtype} is packed, and numpy cannot unpack it: write "
+                "it as U8, two in a byte, and unpack it in a jit of your own"
+            )
+    return arrays
 
 
 def _as_in_file(array: ArraySpec) -> ArraySpec:
@@ -204,67 +209,32 @@ def _as_in_file(array: ArraySpec) -> ArraySpec:
     return ArraySpec(shape, "uint32", array.file, array.begin)
 
 
-def _job_of_keys(path: str, target: Target, words: ArraySpec, sharding: NamedSharding) -> Job:
-    """Return the job that reads the words of random keys."""
+def _job(
+    path: str, target: Target, leaf: Any, sharding: NamedSharding, stored: Mapping[str, ArraySpec]
+) -> Job:
+    """Return what is to be made; of random keys, their words."""
+    if key_dtype(target.dtype) is None:
+        return Job(path, target, leaf.dtype, sharding)
     if not target.is_plain:
         raise ValueError(f"{path}: random keys can be renamed, and not be rearranged, by load")
-    spec = jax.sharding.PartitionSpec(*sharding.spec)
-    of_words = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-    plain = plain_target(target.parts[0].source, words)
-    return Job(path, plain, numpy_dtype("uint32"), of_words)
+    name = target.parts[0].source
+    return Job(path, plain_target(name, stored[name]), np.dtype("uint32"), sharding)
 
 
 def _as_keys(array: Any, spec: Any, sharding: Any) -> Any:
     """Return random keys of their words; any other array as it is."""
-    if not jax.numpy.issubdtype(spec.dtype, jax.dtypes.prng_key):
-        return array
-    return _key_program(str(spec.dtype), sharding)(array)
+    implementation = _IMPLEMENTATIONS.get(str(spec.dtype))
+    return array if implementation is None else _key_program(implementation, sharding)(array)
 
 
 @lru_cache(maxsize=64)
-def _key_program(dtype: str, sharding: NamedSharding) -> Any:
-    implementation = next(impl for impl, name in RANDOM_KEYS.items() if name == dtype)
+def _key_program(implementation: str, sharding: NamedSharding) -> Any:
     return jax.jit(partial(jax.random.wrap_key_data, impl=implementation), out_shardings=sharding)
 
 
 def _samples(arrays: Mapping[str, ArraySpec]) -> list[Row]:
     """Return a digest of some bytes: files of another model may have equal headers."""
-    names = list(arrays)
-    if not names:
-        return []
+    names = list(arrays)[:: max(1, -(-len(arrays) // _MOST_SAMPLES))]
     with Reader(arrays) as reader:
-        data = b"".join(map(reader.sample, names[:: -(-len(names) // _MOST_SAMPLES)]))
+        data = b"".join(map(reader.sample, names))
     return [("the data of the files", hashlib.sha256(data).hexdigest()[:16])]
-
-
-def _read(
-    arrays: Mapping[str, ArraySpec],
-    jobs: Sequence[Job],
-    most_bytes: int,
-    progress: Progress | None,
-) -> list[Any]:
-    total = sum(bytes_to_read(job, arrays) for job in jobs) if progress else 0
-    with Reader(arrays) as reader:
-
-        def done() -> None:
-            if progress is not None:
-                progress(reader.bytes_read, total)
-
-        return fill(jobs, reader, most_bytes, done)
-
-
-def _value_instead(selection: Selection, path: str, spec: Any, leaf: Any, sharding: Any) -> Any:
-    """Return what stands in the place of an array that is not loaded: made anew, or the tree's."""
-    if path not in selection.made:
-        return leaf
-    return initial(path, selection.made[path], spec, checked_sharding(path, sharding))
-
-
-def _check_unpacked(arrays: Arrays, problems: Problems) -> None:
-    for name, leaf in arrays.leaves.items():
-        if bits_of(leaf.dtype) < 8:
-            problems.add(
-                f"{leaf.dtype} is packed, and numpy cannot unpack it: write it as U8, two in a "
-                "byte, and unpack it in a jit of your own",
-                name,
-            )

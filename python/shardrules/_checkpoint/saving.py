@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import accumulate, pairwise, product
 from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -39,6 +39,7 @@ from shardrules._checkpoint.layouts import (
 )
 from shardrules._checkpoint.names import A_RENAME, Rename, backwards, forwards
 from shardrules._checkpoint.targets import Problems, Target, targets_of
+from shardrules._checkpoint.units import in_batches
 from shardrules._place.processes import JointCall
 from shardrules._place.spec_trees import leaf_paths
 from shardrules._plan.align import check_distinct
@@ -50,12 +51,12 @@ _IMPLEMENTATIONS: Final = {dtype: name for name, dtype in RANDOM_KEYS.items()}
 _INDEX: Final = "model.safetensors.index.json"
 # No reader takes a file of this suffix for a checkpoint.
 _PART: Final = ".part"
-# Bytes of neighbours that are joined on the host.
+# Bytes of boxes that are joined on the host.
 _MOST_JOINED: Final = 1 << 30
 
 
-class _ArrayToWrite(NamedTuple):
-    """An array to write, and where it begins in which file."""
+class _Entry(NamedTuple):
+    """An array to write."""
 
     name: str
     shape: Shape
@@ -64,8 +65,6 @@ class _ArrayToWrite(NamedTuple):
     """Returns it; one that renames rearrange is made then, to be written and forgotten."""
     key: str = ""
     """The dtype of the random keys of which it has the words."""
-    file: int = 0
-    offset: int = 0
 
     @property
     def size(self) -> int:
@@ -132,11 +131,11 @@ def save(
                 "renames", as_tuple("renames", renames, "Renames"), Rename, A_RENAME
             )
             most = byte_size("shard_bytes", shard_bytes)
-            entries = _placed_in_files(_arrays_to_write(tree, followed), most)
-            count = entries[-1].file + 1
-            files = [_File(f"model-{i + 1:05}-of-{count:05}.safetensors",
-                           [entry for entry in entries if entry.file == i])
-                     for i in range(count)]  # fmt: skip
+            parts = list(in_batches(_entries(tree, followed), most, lambda entry: entry.size))
+            files = [
+                _File(f"model-{i:05}-of-{len(parts):05}.safetensors", part)
+                for i, part in enumerate(parts, 1)
+            ]
             if first:
                 _check_absent(target)
                 _check_absent(folder)
@@ -149,7 +148,11 @@ def save(
                 lambda: [
                     ("the path", str(target)),
                     ("renames", str(followed)),
-                    *((e.name, f"{e.dtype}{list(e.shape)} {e.file}") for e in entries),
+                    *(
+                        (entry.name, f"{entry.dtype}{list(entry.shape)} {file.name}")
+                        for file in files
+                        for entry in file.entries
+                    ),
                 ]
             )
         with JointCall("save", "while it was writing") as call:
@@ -186,9 +189,11 @@ def _check_absent(path: Path) -> None:
         )
 
 
-def _arrays_to_write(tree: Any, renames: Sequence[Rename]) -> list[_ArrayToWrite]:
+def _entries(tree: Any, renames: Sequence[Rename]) -> list[_Entry]:
     """Return the arrays to write, in order."""
     names, leaves = leaf_paths(tree), tree_util.tree_leaves(tree)
+    if not names:
+        raise ValueError("tree has no arrays")
     check_distinct(names, "a file has each name once")
     records = backwards(renames)
     live: dict[str, Any] = {}
@@ -201,9 +206,10 @@ def _arrays_to_write(tree: Any, renames: Sequence[Rename]) -> list[_ArrayToWrite
                 "jax.numpy.asarray(3), or leave it out"
             )
         # Templates find a path also without the `value` of a box.
+        name = path.removesuffix("/value")
         is_found = any(record.values(path) is not None for record in records)
-        name = path.removesuffix("/value") if renames and not is_found else path
-        live[name if name not in live else path] = leaf
+        name = path if not renames or is_found or name in live else name
+        live[name] = leaf
         dtype = given_name(f"tree: the dtype of {path}", leaf.dtype)
         specs[name] = ArraySpec(tuple(leaf.shape), dtype)
     problems = Problems("the tree", in_file=False)
@@ -220,13 +226,18 @@ def _arrays_to_write(tree: Any, renames: Sequence[Rename]) -> list[_ArrayToWrite
     return [_entry_of(name, target, live) for name, target in targets.by_path.items()]
 
 
-def _entry_of(name: str, target: Target, live: Mapping[str, Any]) -> _ArrayToWrite:
+def _entry_of(name: str, target: Target, live: Mapping[str, Any]) -> _Entry:
     """Return an array to write; of random keys, their words."""
     make = partial(_made_array, target, live)
-    if key_dtype(target.dtype) is None:
-        return _ArrayToWrite(name, target.shape, target.dtype, make)
-    shape = (*target.shape, bits_of(target.dtype) // 32)
-    return _ArrayToWrite(name, shape, "uint32", lambda: jax.random.key_data(make()), target.dtype)
+    entry = _Entry(name, target.shape, target.dtype, make)
+    if key_dtype(target.dtype) is not None:
+        shape = (*target.shape, bits_of(target.dtype) // 32)
+        entry = _Entry(name, shape, "uint32", lambda: jax.random.key_data(make()), target.dtype)
+    if entry.dtype not in _CODES or bits_of(entry.dtype) < 8 or name == "__metadata__":
+        raise ValueError(
+            f"tree: {name} is {target.dtype}, which safetensors files cannot hold under this name"
+        )
+    return entry
 
 
 def _made_array(target: Target, live: Mapping[str, Any]) -> Any:
@@ -252,98 +263,63 @@ def _check_double(name: str, double: Target, target: Target, live: Mapping[str, 
         )
 
 
-def _placed_in_files(arrays: list[_ArrayToWrite], shard_bytes: int) -> list[_ArrayToWrite]:
-    """Give the arrays their places in files."""
-    entries: dict[str, _ArrayToWrite] = {}
-    file = offset = 0
-    for array in arrays:
-        name, dtype = array.name, array.dtype
-        if dtype not in _CODES or bits_of(dtype) < 8:
-            raise ValueError(f"tree: {name} is {dtype}, which safetensors files cannot hold here")
-        if name in entries or name == "__metadata__":
-            raise ValueError(f"tree: {name!r} is no name for one array; rename it")
-        if offset and offset + array.size > shard_bytes:
-            file, offset = file + 1, 0
-        entries[name] = array._replace(file=file, offset=offset)
-        offset += array.size
-    if not entries:
-        raise ValueError("tree has no arrays")
-    return list(entries.values())
-
-
 class _File:
     """A file of the checkpoint, which has another name until all is written."""
 
-    def __init__(self, name: str, entries: list[_ArrayToWrite]) -> None:
+    def __init__(self, name: str, entries: Sequence[_Entry]) -> None:
         self.name, self.entries = name, entries
+        ends = [*accumulate((entry.size for entry in entries), initial=0)]
         keys = {entry.name: _IMPLEMENTATIONS[entry.key] for entry in entries if entry.key}
         metadata = {"format": "pt", **({KEYS: json.dumps(keys)} if keys else {})}
         header: dict[str, Any] = {"__metadata__": metadata}
-        for e in entries:
-            ends = [e.offset, e.offset + e.size]
-            header[e.name] = {
-                "dtype": _CODES[e.dtype],
-                "shape": list(e.shape),
-                "data_offsets": ends,
-            }
+        for entry, offsets in zip(entries, pairwise(ends), strict=True):
+            code, shape = _CODES[entry.dtype], list(entry.shape)
+            header[entry.name] = {"dtype": code, "shape": shape, "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._header = len(text).to_bytes(8, "little") + text
+        self._ends = [len(self._header) + end for end in ends]
 
     def make(self, folder: Path) -> None:
         """Write the header, and reserve the place of the data."""
-        last = self.entries[-1]
         with open(folder / (self.name + _PART), "xb") as file:
             file.write(self._header)
-            file.truncate(len(self._header) + last.offset + last.size)
+            file.truncate(self._ends[-1])
 
     def write(self, folder: Path, first: bool) -> None:
         """Write this process's parts of the arrays."""
         with open(folder / (self.name + _PART), "r+b") as file:
-            for entry in self.entries:
-                begin = len(self._header) + entry.offset
-                for box, values in _joined_rows(_own_boxes(entry.make(), first)):
+            for entry, begin in zip(self.entries, self._ends, strict=False):
+                for box, values in _own_boxes(entry.make(), first):
                     _write_box(file.fileno(), begin, entry.shape, box, values)
             os.fsync(file.fileno())
 
 
-_Values = tuple[Box, Any]
-"""A box of an array, and its values."""
-
-
-def _own_boxes(leaf: Any, first: bool) -> Iterator[_Values]:
-    if isinstance(leaf, jax.Array):
-        for shard in leaf.addressable_shards:
-            if shard.replica_id == 0:
-                # A copy of the shard alone: `np.asarray(shard.data)` would stay with the array.
-                yield box_of(shard.index, leaf.shape), np.array(shard.data, order="C")
-    elif first:
-        # Files have the least byte first.
-        values = np.array(leaf, order="C")
-        yield whole_box(leaf.shape), values.astype(values.dtype.newbyteorder("<"), copy=False)
-
-
-def _joined_rows(boxes: Iterable[_Values]) -> Iterator[_Values]:
-    """Join neighbours of the same rows, up to a bound, so that rows are written whole."""
-    pending: list[_Values] = []
-    for box, values in boxes:
-        size = sum(each.nbytes for _, each in pending) + values.nbytes
-        if pending and (pending[0][0][:1] != box[:1] or size > _MOST_JOINED):
-            yield from _tiled(pending)
-            pending = []
-        pending.append((box, values))
-    yield from _tiled(pending)
-
-
-def _tiled(boxes: list[_Values]) -> list[_Values]:
-    """Make one box of those that tile one; else they stay."""
-    hull = hull_of([box for box, _ in boxes])
-    if len(boxes) < 2 or prod(box_shape(hull)) != sum(values.size for _, values in boxes):
-        return boxes
-    joined = np.empty(box_shape(hull), boxes[0][1].dtype)
-    for box, values in boxes:
+def _own_boxes(leaf: Any, first: bool) -> Iterator[tuple[Box, Any]]:
+    """Yield (box, values) of what this process writes; one box if so rows are written whole."""
+    if not isinstance(leaf, jax.Array):
+        if first:
+            # Files have the least byte first.
+            values = np.array(leaf, order="C")
+            yield whole_box(leaf.shape), values.astype(values.dtype.newbyteorder("<"), copy=False)
+        return
+    shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+    boxes = [box_of(shard.index, leaf.shape) for shard in shards]
+    # A copy of the shard alone: `np.asarray(shard.data)` would stay with the array.
+    parts = (
+        (box, np.array(shard.data, order="C")) for box, shard in zip(boxes, shards, strict=True)
+    )
+    hull = hull_of(boxes)
+    size = prod(box_shape(hull))
+    is_tiled = size == sum(prod(box_shape(box)) for box in boxes)
+    has_rows = all(box[1:] == hull[1:] for box in boxes)
+    if has_rows or not is_tiled or size * leaf.dtype.itemsize > _MOST_JOINED:
+        yield from parts
+        return
+    joined = np.empty(box_shape(hull), leaf.dtype)
+    for box, values in parts:
         joined[slices_in(box, hull)] = values
-    return [(hull, joined)]
+    yield hull, joined
 
 
 def _write_box(file: int, start: int, shape: Shape, box: Box, values: Any) -> None:
@@ -360,13 +336,9 @@ def _write_box(file: int, start: int, shape: Shape, box: Box, values: Any) -> No
     run = prod(values.shape[dim:]) * values.itemsize
     for number, at in enumerate(product(*map(range, values.shape[:dim]))):
         place = origin + sum(i * stride for i, stride in zip(at, strides, strict=False))
-        _write_all(file, data[number * run : (number + 1) * run], place)
-
-
-def _write_all(file: int, data: memoryview, place: int) -> None:
-    while data:
-        written = os.pwrite(file, data, place)
-        data, place = data[written:], place + written
+        rest = data[number * run : (number + 1) * run]
+        while rest:
+            rest = rest[os.pwrite(file, rest, place + run - len(rest)) :]
 
 
 def _publish(folder: Path, target: Path, files: list[_File]) -> None:

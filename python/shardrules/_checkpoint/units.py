@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import os
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import lru_cache, partial
+from itertools import pairwise
 from math import prod
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -14,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from shardrules import _core
 from shardrules._base.dtypes import bits_of
-from shardrules._base.io import FileError
+from shardrules._base.io import FileError, opened
 from shardrules._base.text import bytes_shown
 from shardrules._checkpoint.conversion import cast, check_kept, numpy_dtype
-from shardrules._checkpoint.files import GAP, Ranges, Reader
 from shardrules._checkpoint.layouts import (
     Block,
     Box,
@@ -32,13 +37,15 @@ from shardrules._checkpoint.layouts import (
     whole_box,
 )
 from shardrules._checkpoint.targets import Part, Target
-from shardrules._plan.files.leaves import ArraySpec, StoredFile
+from shardrules._plan.files.leaves import ArraySpec, RemoteFile, StoredFile, state_of
 
 DEFAULT_IN_FLIGHT: Final = 2 << 30
 """Bytes that are on their way at once, unless more or less is asked for."""
 # Reads at once: a store on a network takes milliseconds to answer each.
 _THREADS: Final = 16
 _UNITS: Final = 4 * _THREADS
+# Bytes of an array by which processes see that they have the same files.
+_SAMPLE: Final = 64
 # What lets the CPU backend use a buffer as it is.
 _ALIGNED: Final = 64
 # JAX cuts smaller arrays, which is faster than to do it here.
@@ -51,7 +58,174 @@ _SHARE: Final = 4
 _SHORT: Final = 512
 _MOST_BETWEEN: Final = 4
 
+# Bytes between two ranges that are read along: less than what a call of the system takes.
+GAP: Final = 4 << 10
+# The gap of files of other machines, where a request takes milliseconds.
+_REMOTE_GAP: Final = 256 << 10
+# Bytes that are read at once.
+_READ: Final = 16 << 20
+
 _T = TypeVar("_T")
+
+
+class Ranges(NamedTuple):
+    """Ranges of bytes in a file, and where in memory they go."""
+
+    begins: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+
+    def part(self, index: Any) -> Ranges:
+        """Return some of them."""
+        return Ranges(*(column[index] for column in self))
+
+    def in_order(self) -> Ranges:
+        """Return them in the order of the file, neighbours as one."""
+        is_sorted = (np.diff(self.begins) >= 0).all()
+        ranges = self if is_sorted else self.part(np.argsort(self.begins, kind="stable"))
+        begins, sizes, places = ranges
+        is_next = (np.diff(begins) == sizes[:-1]) & (np.diff(places) == sizes[:-1])
+        first = np.flatnonzero(np.concatenate([[True], ~is_next]))
+        return Ranges(begins[first], np.add.reduceat(sizes, first), places[first])
+
+    def shares(self) -> Iterator[Ranges]:
+        """Yield them in parts of about `_READ` bytes; long ones are cut."""
+        ranges = self
+        if int(ranges.sizes.max()) > _READ:
+            cuts = -(-ranges.sizes // _READ)
+            ranges = ranges.part(np.repeat(np.arange(len(cuts)), cuts))
+            at = (np.arange(len(ranges.begins)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * _READ
+            sizes = np.minimum(ranges.sizes - at, _READ)
+            ranges = Ranges(ranges.begins + at, sizes, ranges.places + at)
+        share = (np.cumsum(ranges.sizes) - 1) // _READ
+        ends = np.flatnonzero(np.diff(share)) + 1
+        for begin, end in pairwise([0, *ends.tolist(), len(share)]):
+            yield ranges.part(slice(begin, end))
+
+
+class Reader:
+    """Files of arrays, opened as they are needed; for several threads.
+
+    Attributes:
+        arrays: The arrays of the files.
+        bytes_read: How many bytes have been read so far.
+    """
+
+    def __init__(self, arrays: Mapping[str, ArraySpec]) -> None:
+        self.arrays = arrays
+        self.bytes_read = 0
+        self._files: dict[StoredFile, io.BufferedReader] = {}
+        self._closing = ExitStack()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._closing:
+            for stored, file in self._files.items() if kind is None else ():
+                _check_unchanged(stored, file)
+
+    def sample(self, name: str) -> bytes:
+        """Read some bytes in the middle of an array."""
+        array = self.arrays[name]
+        size = numpy_dtype(array.dtype).itemsize * prod(array.shape)
+        data = np.empty(min(size, _SAMPLE), np.uint8)
+        begin = array.begin + (size - len(data)) // 2
+        if len(data) and array.file is not None:
+            self.read(array.file, Ranges(*np.array([[begin], [len(data)], [0]])), data)
+        return data.tobytes()
+
+    def read(self, stored: StoredFile, ranges: Ranges, memory: npt.NDArray[np.uint8]) -> None:
+        """Read ranges, which are in the order of the file."""
+        at = int(ranges.begins[0])
+        try:
+            at, code = _read_ranges(self._opened(stored), ranges, memory)
+        except OSError as error:
+            code = error.errno or -1
+        if code < 0:
+            raise _changed(stored)
+        if code:
+            raise FileError(
+                f"{stored.path}: byte {at:,}: {os.strerror(code)}; "
+                "check the disk, and copy or download the file again"
+            )
+        with self._lock:
+            self.bytes_read += int(ranges.sizes.sum())
+
+    def _opened(self, stored: StoredFile) -> io.BufferedReader:
+        with self._lock:
+            if stored not in self._files:
+                file = self._closing.enter_context(opened(stored.path))
+                _check_unchanged(stored, file)
+                self._files[stored] = file
+            return self._files[stored]
+
+
+def _check_unchanged(stored: StoredFile, file: io.BufferedReader) -> None:
+    if state_of(file) != stored.state:
+        raise _changed(stored)
+
+
+def _changed(stored: StoredFile) -> FileError:
+    return FileError(
+        f"{stored.path}: the file has changed since its header was read; wait until it is written, "
+        "and load again"
+    )
+
+
+# Not on Windows.
+_native: Callable[..., tuple[int, int]] | None = getattr(_core, "read_ranges", None)
+_seeking: Final = threading.Lock()
+
+
+def _read_ranges(
+    file: io.BufferedReader, ranges: Ranges, memory: npt.NDArray[np.uint8]
+) -> tuple[int, int]:
+    """Read ranges; returns (where it stopped, 0, or the system's error there, or -1 at the end)."""
+    if isinstance(file.raw, RemoteFile):
+        _read_remote(file.raw, ranges, memory)
+        return 0, 0
+    if _native is not None:
+        return _native(file.fileno(), *ranges, memory, GAP)
+    view, at = memoryview(memory.data), 0
+    for begin, size, place in zip(*(column.tolist() for column in ranges), strict=True):
+        at, end = begin, begin + size
+        while at < end:
+            count = _read_at(file, at, view[place + at - begin : place + size])
+            if not count:
+                return at, -1
+            at += count
+    return at, 0
+
+
+def _read_at(file: io.BufferedReader, begin: int, into: memoryview) -> int:
+    """Read some bytes, where the core does not: on Windows."""
+    with _seeking:
+        file.raw.seek(begin, 0)
+        return file.raw.readinto(into) or 0
+
+
+def _read_remote(file: RemoteFile, ranges: Ranges, memory: npt.NDArray[np.uint8]) -> None:
+    """Read ranges of another machine at once, those that are near one another as one."""
+    begins, ends = ranges.begins, ranges.begins + ranges.sizes
+    spans: list[slice] = []
+    first = 0
+    for i in range(1, len(begins) + 1):
+        is_near = (
+            i < len(begins)
+            and begins[i] - ends[i - 1] <= _REMOTE_GAP
+            and ends[i] - begins[first] <= _READ
+        )
+        if not is_near:
+            spans.append(slice(first, i))
+            first = i
+    starts = [int(begins[span.start]) for span in spans]
+    parts = file.ranges(starts, [int(ends[span.stop - 1]) for span in spans])
+    for span, start, part in zip(spans, starts, parts, strict=True):
+        data = np.frombuffer(part, np.uint8)
+        for begin, size, place in zip(*(column[span].tolist() for column in ranges), strict=True):
+            memory[place : place + size] = data[begin - start : begin - start + size]
 
 
 class Job(NamedTuple):
@@ -221,13 +395,9 @@ class _Unit:
             self._add_whole(job.dtype, of_file)
             return
         views = [self._view(*block) for block in _blocks(job.target, box)]
-        fills = len(views) == 1 and views[0].filled == box
-        if not (fills and is_as_it_is):
+        if len(views) > 1 or not is_as_it_is:
             self._beside += prod(shape) * job.dtype.itemsize
-        if fills:
-            self.makes.append(partial(_value, job, views[0]))
-        else:
-            self.makes.append(partial(_assembled, job, box, views))
+        self.makes.append(partial(_assembled, job, box, views))
 
     def _add_whole(self, dtype: np.dtype[Any], array: ArraySpec) -> None:
         size = prod(array.shape) * dtype.itemsize
@@ -292,20 +462,17 @@ def _whole(
     return _typed(memory, place, dtype).reshape(shape)
 
 
-def _value(job: Job, view: _View, memory: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-    """Return a box that one block fills."""
-    return _as_job_dtype(job, view.of(memory))
-
-
 def _assembled(
     job: Job, box: Box, views: Sequence[_View], memory: npt.NDArray[np.uint8]
 ) -> npt.NDArray[Any]:
-    """Return a box of several parts, or of one and zeros."""
+    """Return a box: one view, or several parts, or zeros beside."""
+    parts = [_as_job_dtype(job, view.of(memory)) for view in views]
+    if len(views) == 1 and views[0].filled == box:
+        return parts[0]
     values: npt.NDArray[Any] = np.zeros(box_shape(box), job.dtype)
     # numpy copies the elements of dtypes that are not its own one by one.
     bits = np.dtype(f"u{job.dtype.itemsize}") if job.dtype.kind == "V" else job.dtype
-    for view in views:
-        part = _as_job_dtype(job, view.of(memory))
+    for view, part in zip(views, parts, strict=True):
         values.view(bits)[slices_in(view.filled, box)] = part.view(bits)
     return values
 
