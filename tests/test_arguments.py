@@ -237,7 +237,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Rules.match": (sr.Rules(RULES).match, {"tree": TREE}),
     "Rules.with_axes": (sr.Rules(RULES).with_axes, {"axes": {"tp": ("kv", "rep")}}),
     "Step.explain": (STEP.explain, {"path": "w"}),
-    "Topology": (sr.Topology, {"name": "v5p-8"}),
+    "Topology": (sr.Topology, {"name": "v5p:2x2x1"}),
     "audit": (sr.audit, {"tree": TREE, "plan": PLAN.on_mesh(MESH)}),
     "fsdp": (sr.fsdp, {"axis": "fsdp"}),
     "gather": (sr.gather, {"tree": TREE}),

@@ -31,7 +31,7 @@ def test_names_have_gpus_of_a_host_and_hosts(name):
 
 WRONG = {
     ("h10:8", 1): "did you mean 'h100'?",
-    ("mi300:8", 1): "those of v4, v5e, v5p, v6e, tpu7x, v5litepod, 7x, h100, h200, b200, gb200",
+    ("mi300:8", 1): "those of v4, v5e, v5p, v6e, tpu7x, h100, h200, b200, gb200",
     ("h100", 1): "is no topology's: GPUs of a host, and hosts, are 'h100:8x16'",
     ("h100-8", 1): "is no topology's",
     ("h100:8x0", 1): "is no topology's",

@@ -16,28 +16,9 @@ from shardrules._program.solve.spread import Machine
 from tests.tpu.marks import needs_libtpu
 
 SHAPES = {
-    "v5p:8x8x8": ((8, 8, 8), 512, "v5p"),
-    "v5p-8": ((2, 2, 1), 4, "v5p"),
-    "v5p-16": ((2, 2, 2), 8, "v5p"),
-    "v5p-32": ((2, 2, 4), 16, "v5p"),
-    "v5p-128": ((4, 4, 4), 64, "v5p"),
-    "v5p-1280": ((4, 8, 20), 640, "v5p"),
-    "v5e-4": ((2, 2), 4, "v5e"),
-    "v5e-128": ((8, 16), 128, "v5e"),
-    "v5e:4x12": ((4, 12), 48, "v5e"),  # as the compiler has it
-    "v5p-64": ((2, 4, 4), 32, "v5p"),
-    "v5p-1024": ((8, 8, 8), 512, "v5p"),
-    "v5p-1536": ((8, 8, 12), 768, "v5p"),
-    "v5p-12288": ((16, 16, 24), 6144, "v5p"),
-    "v4-512": ((4, 8, 8), 256, "v4"),
-    "v5litepod-1": ((1, 1), 1, "v5e"),
-    "v5litepod-8": ((2, 4), 8, "v5e"),
-    "v5e-32": ((4, 8), 32, "v5e"),
-    "v6e-256": ((16, 16), 256, "v6e"),
-    "V6E:16x16": ((16, 16), 256, "v6e"),
-    "tpu7x:4x4x4": ((4, 4, 4), 128, "7x"),
-    "7x:2x2x1": ((2, 2, 1), 8, "7x"),
-}
+    "v5p:8x8x8": ((8, 8, 8), 512, "v5p"), "v5e:4x12": ((4, 12), 48, "v5e"), "v5e:1x1": ((1, 1), 1, "v5e"),
+    "V6E:16x16": ((16, 16), 256, "v6e"), "tpu7x:4x4x4": ((4, 4, 4), 128, "7x"), "v4:2x2x1": ((2, 2, 1), 4, "v4"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -49,15 +30,11 @@ def test_names_have_shapes_and_devices(name):
 
 WRONG = {
     "mi300:8x8": "there is no topology of 'mi300'; there are those of v4, v5e",
-    "v5p": "is no topology's: give a name such as 'v5p:8x8x8'",
+    "v5p": "is no topology's: give the kind and its chips",
     "v5e:4x": "is no topology's",
     "v5p:4x4": "connected in 3 dimensions: give such as 'v5p:4x4x4'",
     "v5e:3x4": "give even numbers of chips along the first two dimensions, such as 4x4",
-    "v5p-7": "no slice with so many cores: give its shape, such as 'v5p:4x4x4'",
-    "v5p-96": "no slice with so many cores",
-    "v5p-0": "no slice with so many cores",
-    "v5e-3": "no slice with so many chips",
-    "v6e-512": "no slice with so many chips",
+    "v5p-8": "is no topology's: give the kind and its chips along each dimension, such as 'v5p:8x8x8'",
     "v5e:32x32": "a slice of 1,024 devices, and the largest of v5e has 256; give slices=",
 }
 

@@ -214,8 +214,8 @@ def command_named(name: str) -> Command:
 # Names of dialects, tables, memories and devices are text here, which tests compare: help imports
 # no modules that have them.
 DEVICES: Final = (
-    "v5p:8x8x8, v5e:4x4, v6e:16x16, v4:4x4x4, tpu7x:4x4x4, or as clouds have it v5p-1024; or GPUs "
-    "of a host, and hosts: h100:8x16, h200:8, b200:8x2, gb200:72x2"
+    "v5p:8x8x8, v5e:4x4, v6e:16x16, v4:4x4x4, tpu7x:4x4x4; or GPUs of a host, and hosts: "
+    "h100:8x16, h200:8, b200:8x2, gb200:72x2"
 )
 MOMENTS: Final = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
 """Optimizers, with the number of moments that each keeps per parameter."""

@@ -274,7 +274,7 @@ def time_on(topology: Topology, mesh: Mesh, text: str) -> ProgramTime | None:
         sent = ((row.axes, row.sent_once * (row.times or 1)) for row in rows if row.axes)
         sending = sum(size / topology._links(mesh, axes).rate for axes, size in sent)
         peak = topology.hardware.flops_per_second["bfloat16"]
-        return program_time(hlo, sending, topology._layout.clock, peak)
+        return program_time(hlo, sending, topology._layout.kind.clock, peak)
 
 
 def roofline_on(topology: Topology, program: Program) -> Roofline | None:

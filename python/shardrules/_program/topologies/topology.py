@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from importlib import resources
 from importlib.metadata import version
 from math import prod
+from string import Template
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.arguments import check_type, checked_sizes, integer, mesh_shapes, strings
@@ -25,26 +26,6 @@ if TYPE_CHECKING:
 GPUS: Final = {"h100": "H100", "h200": "H200", "b200": "B200", "gb200": "GB200"}
 """Names in `hardware.toml` by those in topologies."""
 PLUGINS: Final = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
-# Of compute capabilities 9 and 10, by the names of XLA's GpuTargetConfigProto.
-_LIMITS: Final = {
-    "threads_per_block_limit": 1024,
-    "threads_per_warp": 32,
-    "threads_per_core_limit": 2048,
-    "fpus_per_core": 128,
-    "shared_memory_per_block": 48 * 2**10,
-    "shared_memory_per_block_optin": 227 * 2**10,
-    "shared_memory_per_core": 228 * 2**10,
-    "registers_per_block_limit": 2**16,
-    "registers_per_core_limit": 2**16,
-    "block_dim_limit_x": 2**31 - 1,
-    "block_dim_limit_y": 2**16 - 1,
-    "block_dim_limit_z": 2**16 - 1,
-    "thread_dim_limit_x": 1024,
-    "thread_dim_limit_y": 1024,
-    "thread_dim_limit_z": 64,
-}
-# Its products and fusions are those of this cuDNN or a newer one.
-_CUDNN: Final = {"major": 9, "minor": 10}
 
 
 @dataclass(frozen=True)
@@ -56,14 +37,13 @@ class Hosts:
     """GPUs of a host, and hosts."""
 
     @classmethod
-    def parse(cls, name: str, slices: int) -> Hosts:
+    def parse(cls, kind: str, name: str, slices: int) -> Hosts:
         """Return the hosts that a topology's name says."""
-        match = re.fullmatch(r"(\w+):(\d{1,5})(?:x(\d{1,5}))?", name)
-        if match is None or 0 in (shape := (int(match[2]), int(match[3] or 1))):
+        match = re.fullmatch(r"\w+:(\d{1,5})(?:x(\d{1,5}))?", name)
+        if match is None or 0 in (shape := (int(match[1]), int(match[2] or 1))):
             raise ValueError(
                 f"the name {name!r} is no topology's: GPUs of a host, and hosts, are 'h100:8x16'"
             )
-        kind = match[1].lower()
         limit = Hardware.named(GPUS[kind]).link_devices
         if shape[0] > limit:
             raise ValueError(
@@ -128,49 +108,17 @@ class Hosts:
         """Say how devices of a host are connected."""
         return Hardware.named(self.hardware).link if counts[0] > 1 else ""
 
-    def share(self, counts: Sequence[int]) -> float:
+    def links(self, counts: Sequence[int]) -> tuple[float, tuple[str, ...]]:
         """Return the share of a device's links that an axis within a host has: all."""
-        return 1.0
-
-    def summed(self, counts: Sequence[int]) -> tuple[str, ...]:
-        """Return the collectives that the compiler writes as all-reduces: none."""
-        return ()
+        return 1.0, ()
 
 
 def target_config(hardware: str) -> str:
     """Return a GPU's facts as XLA reads them: the text form of its GpuTargetConfigProto."""
     facts = compiler_facts(hardware)
-    name = json.dumps(facts["name"])
-    device = _LIMITS | {
-        "name": name,
-        "core_count": facts["cores"],
-        "clock_rate_ghz": facts["clock"] / 1e9,
-        "l2_cache_size": facts["cache_bytes"],
-        "device_memory_size": facts["memory_bytes"],
-        "memory_bandwidth": int(facts["memory_bytes_per_second"]),
-        "cuda_compute_capability": {
-            "major": facts["compute_capability"],
-            "feature_extension": "ACCELERATED_FEATURES",
-        },
-        "device_interconnect_info": {"active_links": facts["nvlinks"]},
-    }
-    config = {
-        "gpu_device_info": device,
-        "platform_name": '"CUDA"',
-        "dnn_version_info": _CUDNN,
-        "device_description_str": name,
-    }
-    return "\n".join(_proto_lines(config)) + "\n"
-
-
-def _proto_lines(fields: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            yield f"{name} {{"
-            yield from (f"  {line}" for line in _proto_lines(value))
-            yield "}"
-        else:
-            yield f"{name}: {value}"
+    text = (resources.files("shardrules._program.topologies") / "gpu_target.txt").read_text("utf-8")
+    rates = {"gigahertz": facts["clock"] / 1e9, "bandwidth": int(facts["memory_bytes_per_second"])}
+    return Template(text).substitute(facts, **rates)
 
 
 def has_plugin() -> bool:
@@ -189,15 +137,14 @@ class Links(NamedTuple):
     """Collectives that the compiler writes as all-reduces."""
 
 
-_LAYOUTS: Final[Mapping[str, Callable[[str, int], Slices | Hosts]]] = {
+_LAYOUTS: Final[Mapping[str, Callable[[str, str, int], Slices | Hosts]]] = {
     **dict.fromkeys(GENERATIONS, Slices.parse),
     **dict.fromkeys(GPUS, Hosts.parse),
 }
-_NICKNAMES: Final = {"trillium": ["v6e"], "ironwood": ["tpu7x"], "v7": ["tpu7x"], "v7x": ["tpu7x"]}
-_FORM: Final = (
-    "a name such as 'v5p:8x8x8', or as clouds have it 'v5p-1024'; or for GPUs 'h100:8x16', 8 in "
-    "each of 16 hosts"
+_NICKNAMES: Final = {"trillium": "v6e", "v5litepod": "v5e"} | dict.fromkeys(
+    ("ironwood", "v7", "v7x", "7x"), "tpu7x"
 )
+_FORM: Final = "a name such as 'v5p:8x8x8', or for GPUs 'h100:8x16', 8 in each of 16 hosts"
 
 
 @dataclass(frozen=True)
@@ -210,10 +157,8 @@ class Topology:
 
     Args:
         name: The kind and its chips along each dimension: "v5p:8x8x8", "v5e:4x4", "v6e:16x16",
-            "v4:4x4x4", "tpu7x:4x4x4"; or the cloud's name, which for v4, v5p and tpu7x counts
-            cores: "v5p-1024" has 512 chips, "v5litepod-16" has 16. Of GPUs the kind, those that
-            NVLink connects, and how many such hosts there are: "h100:8x16", "h200:8", "b200:8x2",
-            "gb200:72x2".
+            "v4:4x4x4", "tpu7x:4x4x4". Of GPUs the kind, those that NVLink connects, and how many
+            such hosts there are: "h100:8x16", "h200:8", "b200:8x2", "gb200:72x2".
         slices: How many such slices of TPUs there are, which the data centre's network connects.
 
     Raises:
@@ -221,7 +166,7 @@ class Topology:
 
     Example:
         >>> import shardrules as sr
-        >>> topology = sr.Topology("v5p-1024")
+        >>> topology = sr.Topology("v5p:8x8x8")
         >>> topology.shape, topology.device_count, topology.hardware.name
         ((8, 8, 8), 512, 'v5p')
         >>> sr.Topology("h100:8x16").device_count
@@ -242,7 +187,8 @@ class Topology:
     def _layout(self) -> Slices | Hosts:
         kind = re.split(r"[:-]", self.name, maxsplit=1)[0].lower()
         if kind not in _LAYOUTS:
-            near = _NICKNAMES.get(kind) or near_names(kind, _LAYOUTS, least=0.6)
+            named = _NICKNAMES.get(kind)
+            near = [named] if named else near_names(kind, _LAYOUTS, least=0.6)
             meant = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
             if kind in ("cpu", "cpus") or kind.isdecimal():
                 meant = "XLA for CPU takes sizes, as {'fsdp': 4, 'tp': 2}, or a number; "
@@ -250,7 +196,7 @@ class Topology:
                 f"the name {self.name!r}: there is no topology of {kind!r}; {meant}there are "
                 f"those of {', '.join(_LAYOUTS)}: give {_FORM}"
             )
-        return _LAYOUTS[kind](self.name, self.slices)
+        return _LAYOUTS[kind](kind, self.name, self.slices)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -312,13 +258,10 @@ class Topology:
         check_type("axes", axes, Mapping | None, "a dict such as {'fsdp': 64, 'tp': 8}")
         sizes = checked_sizes({**(axes or {}), **sizes})
         if (count := prod(sizes.values())) != self.device_count:
-            axis, size = next(iter(sizes.items()))
-            first, rest = divmod(self.device_count * size, count)
-            near = "" if rest else f"such as {mesh_shown(sizes | {axis: first})}, or "
             raise ValueError(
                 f"{mesh_shown(sizes)} are {counted(count, 'device')}, and {topology_shown(self)} "
-                f"has {self.device_count:,}: write sizes whose product is {self.device_count}, "
-                f"{near}as Topology.meshes({tuple(sizes)}) lists them"
+                f"has {self.device_count:,}: write sizes whose product is {self.device_count}, as "
+                f"Topology.meshes({tuple(sizes)}) lists them"
             )
         try:
             devices = self._arranged(sizes, is_split=False)
@@ -372,11 +315,12 @@ class Topology:
             if one of them has none; "split" if it has a part of a dimension; of GPUs "NVLink"
             within a host; "DCN" if it is over slices or hosts, as in "DCN and ring"; "one device".
         """
-        places = self._places(mesh)
-        return {
-            axis: self._link(places, number) if places.shape[number] > 1 else "one device"
-            for number, axis in enumerate(mesh.axis_names)
-        }
+        words: dict[str, str] = {}
+        for number, axis in enumerate(mesh.axis_names):
+            between, *within = _most_along(self._places(mesh), [number])
+            link = filter(None, ("DCN" if between > 1 else "", self._layout.word(within)))
+            words[axis] = " and ".join(link) or "one device"
+        return words
 
     def _places(self, mesh: Mesh) -> npt.NDArray[np.int64]:
         """Return the place of each device of a mesh, which begins with its slice or host."""
@@ -392,11 +336,6 @@ class Topology:
         rows = [self._layout.place(device) for device in mesh.devices.flat]
         return np.array(rows).reshape(*mesh.devices.shape, -1)
 
-    def _link(self, places: npt.NDArray[np.int64], axis: int) -> str:
-        between, *within = _most_along(places, [axis])
-        words = ["DCN" if between > 1 else "", self._layout.word(within)]
-        return " and ".join(filter(None, words))
-
     def _links(self, mesh: Mesh, axes: Sequence[str]) -> Links:
         """Return how devices along axes of a mesh are connected.
 
@@ -404,15 +343,12 @@ class Topology:
         of it alone, half of that; within a host of GPUs each has all of its links. Over slices or
         hosts and within them, as if a device exchanged its own part with those of others alone.
         """
-        places = self._places(mesh)
-        axes = strings("axes", axes)
-        if unknown := [axis for axis in axes if axis not in mesh.axis_names]:
-            raise ValueError(f"axes: {unknown[0]!r} is none of {', '.join(mesh.axis_names)}")
         numbers = [mesh.axis_names.index(axis) for axis in axes]
-        between, *within = _most_along(places, numbers)
-        inner = self.hardware.link_bytes_per_second * self._layout.share(within)
+        between, *within = _most_along(self._places(mesh), numbers)
+        share, summed = self._layout.links(within)
+        inner = self.hardware.link_bytes_per_second * share
         if between == 1:
-            return Links(inner, self._layout.summed(within))
+            return Links(inner, summed)
         outer = (between - 1) / (prod(mesh.shape[axis] for axis in axes) - 1)
         seconds: float = outer / self.hardware.dcn_bytes_per_second + (1 - outer) / inner
         return Links(1 / seconds, ())

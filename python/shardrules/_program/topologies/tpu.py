@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import combinations_with_replacement
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -26,14 +25,10 @@ class _Generation(NamedTuple):
 
     hardware: str
     """Name in `hardware.toml`."""
-    compiler_name: str
-    """Name for libtpu."""
     dimensions: int
     """Dimensions of the torus of chips."""
     ring: int
     """A dimension of so many chips, or in three dimensions a multiple of it, has links around."""
-    cores_counted: int
-    """Cores of a chip by which clouds count in names such as v5p-1024."""
     devices: int
     """Devices of a chip."""
     clock: float
@@ -42,19 +37,17 @@ class _Generation(NamedTuple):
     """Options for libtpu."""
 
 
-# Names as clouds and JAX have them. Rings: "How to scale your model", TPUs
+# Names as libtpu has them. Rings: "How to scale your model", TPUs
 # (https://jax-ml.github.io/scaling-book/tpus). A chip of v4 is one device, as on the hardware.
-_GENERATIONS: Final = {
-    "v4": _Generation("v4", "v4", 3, 4, 2, 1, 1.05e9, {"chip_config_name": "megacore"}),
-    "v5e": _Generation("v5e", "v5e", 2, 16, 1, 1, 1.5e9),
-    "v5p": _Generation("v5p", "v5p", 3, 4, 2, 1, 1.75e9),
-    "v6e": _Generation("v6e", "v6e", 2, 16, 1, 1, 1.75e9),
-    "tpu7x": _Generation("7x", "tpu7x", 3, 4, 2, 2, 2.2e9),
+GENERATIONS: Final = {
+    "v4": _Generation("v4", 3, 4, 1, 1.05e9, {"chip_config_name": "megacore"}),
+    "v5e": _Generation("v5e", 2, 16, 1, 1.5e9),
+    "v5p": _Generation("v5p", 3, 4, 1, 1.75e9),
+    "v6e": _Generation("v6e", 2, 16, 1, 1.75e9),
+    "tpu7x": _Generation("7x", 3, 4, 2, 2.2e9),
 }
-GENERATIONS: Final = _GENERATIONS | {
-    "v5litepod": _GENERATIONS["v5e"],
-    "7x": _GENERATIONS["tpu7x"],
-}
+_LARGE: Final = 64
+"""Chips of a slice over which libtpu sums whole arrays."""
 # What libtpu reads from its environment: it asks no metadata server, several processes may load it,
 # and its log lines go neither to the terminal nor to files.
 ENVIRONMENT: Final = {
@@ -66,15 +59,6 @@ ENVIRONMENT: Final = {
     "TPU_STDERR_LOG_LEVEL": "3",
     "TPU_LOG_DIR": "disabled",
 }
-# Slices that clouds have by their chips (https://docs.cloud.google.com/tpu/docs, a page for each
-# kind); of three dimensions also those of whole cubes.
-_SMALL: Final[Mapping[int, Mapping[int, tuple[int, ...]]]] = {
-    2: {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16),
-        256: (16, 16)},
-    3: {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)},
-}  # fmt: skip
-_CUBE: Final = 4
-_FORM: Final = "a name such as 'v5p:8x8x8', or as clouds have it 'v5p-1024'"
 
 
 @dataclass(frozen=True)
@@ -91,41 +75,54 @@ class Slices:
     """The compiler refuses what does not fit."""
 
     @classmethod
-    def parse(cls, name: str, slices: int) -> Slices:
+    def parse(cls, generation: str, name: str, slices: int) -> Slices:
         """Return the slices that a topology's name says."""
-        kind = GENERATIONS[re.split(r"[:-]", name, maxsplit=1)[0].lower()]
-        layout = cls(kind.compiler_name, _shape_of(name, kind), slices)
-        hardware = Hardware.named(kind.hardware)
-        if (devices := layout.device_count // slices) > hardware.link_devices:
+        kind = GENERATIONS[generation]
+        sizes = name.lower().removeprefix(f"{generation}:")
+        if re.fullmatch(r"\d{1,5}(x\d{1,5})*", sizes) is None:
+            raise ValueError(
+                f"the name {name!r} is no topology's: give the kind and its chips along each "
+                "dimension, such as 'v5p:8x8x8'"
+            )
+        layout = cls(generation, tuple(map(int, sizes.split("x"))), slices)
+        if len(layout.shape) != kind.dimensions or 0 in layout.shape:
+            raise ValueError(
+                f"the name {name!r}: chips of {kind.hardware} are connected in {kind.dimensions} "
+                f"dimensions: give such as '{generation}:{'x'.join(['4'] * kind.dimensions)}'"
+            )
+        even = [size + size % 2 for size in layout.shape[:2]] + [*layout.shape[2:]]
+        if prod(layout.shape) > 2 and [*layout.shape] != even:  # a smaller one is a part of a host
+            raise ValueError(
+                f"the name {name!r}: a host has 2x2 chips; give even numbers of chips "
+                f"along the first two dimensions, such as {'x'.join(map(str, even))}"
+            )
+        devices, most = layout.device_count // slices, Hardware.named(kind.hardware).link_devices
+        if devices > most:
             raise ValueError(
                 f"the name {name!r}: a slice of {devices:,} devices, and the largest of "
-                f"{hardware.name} has {hardware.link_devices:,}; give slices= for several"
+                f"{kind.hardware} has {most:,}; give slices= for several"
             )
         return layout
 
     @property
-    def _kind(self) -> _Generation:
+    def kind(self) -> _Generation:
+        """What is the same in all slices of this generation."""
         return GENERATIONS[self.generation]
 
     @property
     def hardware(self) -> str:
         """Name in `hardware.toml`."""
-        return self._kind.hardware
-
-    @property
-    def clock(self) -> float:
-        """Cycles of a device in a second."""
-        return self._kind.clock
+        return self.kind.hardware
 
     @property
     def device_count(self) -> int:
         """Devices of all slices, as JAX counts them."""
-        return self.slices * prod(self.shape) * self._kind.devices
+        return self.slices * prod(self.shape) * self.kind.devices
 
     @property
     def description(self) -> tuple[str, dict[str, Any]]:
         """Name and options by which libtpu describes the devices."""
-        options: dict[str, Any] = dict(self._kind.options)
+        options: dict[str, Any] = dict(self.kind.options)
         if self.slices > 1:
             options["num_slices"] = self.slices
         if prod(self.shape) == 1:
@@ -171,7 +168,7 @@ class Slices:
 
     def word(self, counts: Sequence[int]) -> str:
         """Say how devices of a slice are connected that differ in so many coordinates."""
-        sizes = [*self.shape, *[1] * (3 - len(self.shape)), self._kind.devices]
+        sizes = [*self.shape, *[1] * (3 - len(self.shape)), self.kind.devices]
         varied = [i for i, count in enumerate(counts) if count > 1]
         if any(counts[i] < sizes[i] for i in varied):
             return "split"
@@ -180,69 +177,31 @@ class Slices:
         is_ring = all(i == len(sizes) - 1 or self._is_ring(i) for i in varied)
         return "ring" if is_ring else "line"
 
-    def share(self, counts: Sequence[int]) -> float:
-        """Return the share of a device's links between devices of so many coordinates.
+    def links(self, counts: Sequence[int]) -> tuple[float, tuple[str, ...]]:
+        """Return how devices of so many coordinates are connected, as `Links` have it.
 
-        Each dimension of the torus has its share; without links around, or as a part of it alone,
-        half of that.
+        A share of a device's links: each dimension of the torus has its own; without links around,
+        or as a part of it alone, half of that. Between all chips of a large slice libtpu 0.0.50
+        writes collectives as all-reduces, which send twice as much.
         """
-        shares = [
-            1.0 if counts[i] == size and self._is_ring(i) else 0.5
-            for i, size in enumerate(self.shape)
-            if counts[i] > 1
-        ]
-        return min(1.0, (sum(shares) or 1.0) / len(self.shape))
-
-    def summed(self, counts: Sequence[int]) -> tuple[str, ...]:
-        """Return the collectives that the compiler writes as all-reduces, which send twice as much.
-
-        They are those between all chips of a large slice, as libtpu 0.0.50 has them.
-        """
-        if self.slices > 1 or tuple(counts[: len(self.shape)]) != self.shape:
-            return ()
-        if self._kind.dimensions == 2:
-            is_square = len(set(self.shape)) == 1
-            return ("reduce-scatter",) if is_square and prod(self.shape) >= 64 else ()
-        return ("all-gather", "reduce-scatter") if prod(self.shape) >= 64 else ()
+        varied = [i for i, _ in enumerate(self.shape) if counts[i] > 1]
+        shares = [1.0 if counts[i] == self.shape[i] and self._is_ring(i) else 0.5 for i in varied]
+        share = min(1.0, (sum(shares) or 1.0) / len(self.shape))
+        is_whole = self.slices == 1 and tuple(counts[: len(self.shape)]) == self.shape
+        if not is_whole or prod(self.shape) < _LARGE:
+            return share, ()
+        if self.kind.dimensions == 3:
+            return share, ("all-gather", "reduce-scatter")
+        return share, ("reduce-scatter",) if len(set(self.shape)) == 1 else ()
 
     def _is_ring(self, dimension: int) -> bool:
         """Say whether a dimension has links around; two chips are neighbours anyway."""
-        kind, size = self._kind, self.shape[dimension]
+        kind, size = self.kind, self.shape[dimension]
         if size <= 2:
             return True
         if kind.dimensions == 2:
             return size == kind.ring
         return all(count % kind.ring == 0 for count in self.shape)
-
-
-def _shape_of(name: str, kind: _Generation) -> tuple[int, ...]:
-    """Return the chips along each dimension of a slice, by its name."""
-    example = repr(f"{kind.compiler_name}:{'x'.join(['4'] * kind.dimensions)}")
-    match = re.fullmatch(r"\w+:(\d{1,5}(?:x\d{1,5})*)|\w+-(\d{1,6})", name)
-    if match is None:
-        raise ValueError(f"the name {name!r} is no topology's: give {_FORM}")
-    if match[1]:
-        shape = tuple(map(int, match[1].split("x")))
-        if len(shape) != kind.dimensions or 0 in shape:
-            raise ValueError(
-                f"the name {name!r}: chips of {kind.hardware} are connected in "
-                f"{kind.dimensions} dimensions: give such as {example}"
-            )
-        even = [size + size % 2 for size in shape[:2]] + [*shape[2:]]
-        if prod(shape) > 2 and list(shape) != even:  # a smaller slice is a part of a host
-            raise ValueError(
-                f"the name {name!r}: a host has 2x2 chips; give even numbers of chips "
-                f"along the first two dimensions, such as {'x'.join(map(str, even))}"
-            )
-        return shape
-    chips, rest = divmod(int(match[2]), kind.cores_counted)
-    in_clouds = None if rest else _shape_in_clouds(chips, kind.dimensions)
-    if in_clouds is None:
-        raise ValueError(
-            f"the name {name!r}: clouds have no slice with so many "
-            f"{'cores' if kind.cores_counted > 1 else 'chips'}: give its shape, such as {example}"
-        )
-    return in_clouds
 
 
 @contextmanager
@@ -270,12 +229,3 @@ def libtpu_path() -> str:
     """Return the file of libtpu, as JAX finds it."""
     path = os.environ.get("TPU_LIBRARY_PATH", "")
     return path if os.path.isfile(path) else importlib.import_module("libtpu").get_library_path()
-
-
-def _shape_in_clouds(chips: int, dimensions: int) -> tuple[int, ...] | None:
-    """Return the shape of a slice of so many chips that clouds have; None if they have none."""
-    if chips in _SMALL[dimensions] or dimensions == 2:
-        return _SMALL[dimensions].get(chips)
-    sizes = [size for size in range(_CUBE, chips + 1, _CUBE) if chips % size == 0]
-    shapes = combinations_with_replacement(sizes, dimensions)
-    return min((shape for shape in shapes if prod(shape) == chips), key=sum, default=None)
