@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base.rule_specs import LibraryCorrection
-from shardrules._plan import check, check_context
 from shardrules._plan.check_context import KINDS
 from shardrules._plan.findings import CheckKind
 from shardrules._plan.fold import fold
@@ -46,12 +45,6 @@ def of_kind(found, kind):
 def only(found, kind):
     (one,) = of_kind(found, kind)
     return one
-
-
-def test_nothing_to_say():
-    found = findings({"w": LARGE}, SHARDED)
-    assert found == ()
-    assert str(found) == "nothing found: 1 leaf, 1 rule, on fsdp=8,tp=4"
 
 
 @given(st.lists(st.lists(st.sampled_from(["a", "{", "}", "'", '"', "\\", "\n", "\0", "1", "23", "007", ".", "é", "\ud800", "٣", "-"]),
@@ -192,19 +185,6 @@ class TestUnknownAxis:
         assert shard_bytes(state) == shard_bytes(plan)
         assert {one.kind for one in state.check().at_least("error")} == {"unknown-axis"}
 
-    def test_declared_axes_are_declared_for_specs_and_states_too(self):
-        rules = sr.Rules([("w", ("fsdp", ("tp", "sp")))], optional_axes=["sp"])
-        assert sr.plan({"w": WHOLE}, rules, MESH).specs() == {"w": P("fsdp", "tp")}
-        rules = [("w", sr.RuleSpec(("fsdp", "sp"), optional_axes=["sp"]))]
-        state = sr.plan({"w": WHOLE}, rules, MESH).for_optimizer([{"mu": {"w": WHOLE}}])
-        assert of_kind(state.check(), "unknown-axis") == []
-
-    def test_explained(self):
-        plan = sr.plan({"w": WHOLE}, [("w", ("fdsp", "tp"))], self.LLAMA)
-        told = str(plan.explain("w"))
-        assert "did you mean 'fsdp'?" in told
-        assert "(costs 66.1 MB on each device)" in told
-
 
 def test_the_value_of_nnx_itself():
     nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
@@ -242,12 +222,6 @@ class TestCompanion:
         told = str(plan.explain("layers/wq"))
         assert "companion      '(^|[./])layers([./]|$)' finds it\n" in told
         assert "follows        layers/0/wq" in told
-
-    def test_companions_of_another_mesh_and_of_none(self):
-        tree = {"layers": {"wo": array(32, 64, 64)}}
-        plan = sr.plan(tree, [("layers/wo", "tp")], MESH, companions=[sr.stacked("layers")])
-        assert len(of_kind(plan.on_mesh({"tp": 2}).check(), "companion")) == 1
-        assert of_kind(sr.Plan.from_lock(plan.lock()).check(), "companion") == []
 
 
 EVERYTHING = {
@@ -392,26 +366,6 @@ def test_golden_files_are_all_used():
     assert {file.stem for file in GOLDEN.iterdir()} == PAIRS.keys()
 
 
-def test_the_catch_all_of_deepseek_comes_first():
-    """EasyDeL's rules are for stacked experts; of the checkpoint's 58 * 256 experts none is sharded."""
-    first = plan_of("deepseek-v3-per-expert").check()[0]
-    assert (first.level, first.kind, first.leaves, first.bytes) == (
-        "error", "catch-all", 58 * 256 * 3, 58 * 256 * 3 * 7168 * 2048 * 2)  # fmt: skip
-    assert "44,544 leaves of 45,395" in first.message
-    assert "rules 1, 7, 13, 14" in first.fix
-
-
-def test_locks_find_what_needs_no_history():
-    """A lock does not hold what was wanted, so it knows of no corrections; all else is the same."""
-    bare = plan_of("easydel-deepseek-v3-without-sp")
-    plan = bare.with_rules(sr.Rules(bare.rules, optional_axes=["sp", "ep"]))
-    back = sr.Plan.from_lock(plan.lock())
-    expected = {one for one in plan.check() if one.kind not in ("correction", "unknown-axis")}
-    assert {one.kind for one in plan.check()} >= {"correction"}
-    found = {one for one in back.check() if one.kind != "unused-axis"}
-    assert found == {one for one in expected if one.kind != "unused-axis"}
-
-
 def refused_by_jax(spec, mesh, rank):
     try:
         sharding = jax.sharding.NamedSharding(mesh, spec)
@@ -467,20 +421,6 @@ def test_a_scale_is_not_to_be_padded():
     }
 
 
-def test_a_check_is_one_function(monkeypatch):
-    monkeypatch.setattr(check_context, "KINDS", dict(KINDS))
-    monkeypatch.setattr(check_context, "CHECKS", checks := dict(check_context.CHECKS))
-    monkeypatch.setattr(check, "CHECKS", checks)
-
-    @check_context.check_of("toy", "info", "leaves of a single element")
-    def toys(context):
-        folded = context.folded([kind.shape == (1,) for kind in context.plan.kinds])
-        yield check_context.finding("toy", "too small to matter", "leave it", folded)
-
-    (found,) = of_kind(findings({"w": array(8, 8), "b": array(1)}, [("", ())]), "toy")
-    assert (found.level, found.paths, found.leaves) == ("info", ("b",), 1)
-
-
 def test_a_user_s_test_fails_on_findings_in_one_line():
     found = findings({"w": array(8, 8)}, [("k", "tp")])
     with pytest.raises(sr.FindingsError, match=r"error\[unmatched\]") as error:
@@ -506,20 +446,6 @@ def test_what_is_lost_is_data_beside_its_words():
         ("indivisible", 0, ("fsdp",), (), ()),
     ]
     assert all(one.message and one.fix for one in (*a, *b))
-
-
-def test_the_kinds_of_status():
-    exact = sr.Correction(indivisible="error")
-    rules = sr.Rules([("^a", P("tp")), ("[b]", P("tp")), ("b|c", P())], replace(sr.dialects.KERAS, correction=exact))
-    tree = {name: array(6) for name in ("a", "b", "c", "d")}
-    plan = sr.plan(tree, rules, MESH)
-    assert {path: plan.kind(path).status for path in tree} == {
-        "a": "misfit", "b": "ambiguous", "c": "placed", "d": "placed"}  # fmt: skip
-    kinds = {path: plan.kind(path) for path in tree}
-    assert all((kind.spec is None) == (kind.status != "placed") for kind in kinds.values())
-    assert kinds["a"].message == "dim 0 of size 6 is not divisible by tp=4"
-    assert kinds["a"].fix.startswith("use fewer axes or pad the array")
-    assert sr.plan(tree, [("a", None)], MESH).kind("d").status == "unmatched"
 
 
 @pytest.mark.parametrize("dialect", [sr.dialects.KEYSTR, sr.dialects.KERAS, sr.dialects.NNX, sr.dialects.EASYLM])

@@ -189,13 +189,6 @@ CORRECTION = [
         [("w", sr.RuleSpec(("fsdp", "sp"), optional_axes=["sp"])), ("v", ("fsdp", "sp"))], {
         "rule": 0, "level": "info", "paths": ("w",), "says": "the mesh has no axis 'sp', which alone the spec is without"}),
 ]  # fmt: skip
-_SMALL = {f"w{letter}": array(4096, 1022) for letter in "abcdefgh"}  # 1.57 MB each
-_RULES = [(name, ("fsdp", "tp")) for name in _SMALL]
-CORRECTION += [
-    Row("small ones that are large together", _SMALL, _RULES, [{"level": "warning"}] * 8, options={"large": 8 * MIB}),
-    Row("nothing beside 800 MB", {**_SMALL, "big": [LARGE] * 1600}, [*_RULES, *SHARDED, ("big", ("fsdp", "tp"))], [{"level": "info"}] * 8),
-]  # fmt: skip
-
 LLAMA = {"fsdp": 64, "tp": 8}
 UNKNOWN_AXIS = [
     Row("misspelt", {"w": WHOLE}, [("w", ("fdsp", "tp"))], {

@@ -9,9 +9,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
@@ -94,15 +92,6 @@ def test_specs_are_those_that_optax_maps(name):
     )
     assert jax.tree.structure(specs) == jax.tree.structure(state)
     assert jax.tree.leaves(specs) == jax.tree.leaves(expected)
-
-
-def test_multi_steps():
-    plan = plan_of()
-    state = jax.eval_shape(optax.MultiSteps(optax.adam(1e-3), 4).init, params())
-    specs = plan.for_optimizer(state).specs()
-    assert specs.acc_grads == plan.specs()
-    assert specs.inner_opt_state[0].mu == specs.inner_opt_state[0].nu == plan.specs()
-    assert specs.mini_step == P()
 
 
 @pytest.mark.parametrize("least", [1, 16, 32, 128])
@@ -223,52 +212,6 @@ def test_it_runs(mesh, name, zero1):
         assert array.sharding.is_equivalent_to(sharding, array.ndim)
     abstract_state = derived.abstract()
     assert jax.tree.leaves(abstract_state)[1].sharding == jax.tree.leaves(wanted)[1]
-
-
-def test_a_step_under_zero1_comes_out_as_it_went_in():
-    """As users of optax write it: constraints in the step, and nothing said of its outputs."""
-    tx = optax.adam(1e-2)
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("dp", "fsdp", "tp"))
-    tree = {"kernel": abstract(32, 48), "bias": abstract(32), "temperature": abstract()}
-    plan = plan_of(tree, mesh)
-    moments = plan.for_optimizer(jax.eval_shape(tx.init, tree), zero1="dp")
-    wanted = plan.shardings(), moments.shardings()
-
-    def step(values, state):
-        grads = jax.grad(lambda tree: sum(jnp.sum(x * x) for x in jax.tree.leaves(tree)))(values)
-        updates, state = tx.update(grads, state, values)
-        return optax.apply_updates(values, updates), state
-
-    def constrained(*given):
-        return jax.lax.with_sharding_constraint(step(*given), wanted)
-
-    rng = np.random.default_rng(0)
-    start = jax.tree.map(lambda x: rng.normal(size=x.shape).astype("float32"), tree)
-    values = jax.device_put(start, wanted[0])
-    found = values, jax.jit(tx.init, out_shardings=wanted[1])(values)
-    expected = start, tx.init(start)
-    run, alone = jax.jit(constrained, donate_argnums=(0, 1)), jax.jit(step)
-    for _ in range(2):
-        found, expected = run(*found), alone(*expected)
-        for array, sharding in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-            assert array.sharding.is_equivalent_to(sharding, array.ndim)
-    assert run._cache_size() == 1  # it is not compiled again
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
-    cut = [one for one in moments.kinds if one.origin.endswith("cut by dp too (ZeRO-1)")]
-    assert len(cut) == 2  # of the kernel and of the bias
-
-
-def test_zero1_divides_the_bytes():
-    tree = {"a": {"kernel": abstract(32, 64)}, "b": {"kernel": abstract(64, 128)}}
-    plan = plan_of(tree)
-    state = jax.eval_shape(optax.adam(1e-3).init, tree)
-    for axis, sizes in (("dp", SIZES), ("dp", {**SIZES, "dp": 4})):
-        plan = plan_of(tree, sizes)
-        whole = plan.for_optimizer(state).bytes_per_device().max - 4  # the count
-        cut = plan.for_optimizer(state, zero1=axis).bytes_per_device().max - 4
-        assert cut * sizes["dp"] == whole
-    total = plan.bytes_per_device(optimizer=plan.for_optimizer(state, zero1="dp"))
-    assert total.max == plan.bytes_per_device().max + cut + 4
 
 
 @pytest.mark.parametrize(
@@ -467,14 +410,6 @@ def test_lwm_stacked():
     assert derived.specs() == sr.plan(tree, rules, LWM_MESH).specs()
     path = "params/transformer/h/scan_decoder/attention/wq/kernel"
     assert derived.explain(path).source == "params/transformer/h/0/attention/wq/kernel"
-
-
-def test_lwm_by_rules_for_its_stack():
-    tree, rules = lwm(False)
-    _, of_stack = lwm(True)
-    layer = sr.Companion("transformer/h/[0-9]+", AT, dims=(1, ...))
-    derived = sr.plan(tree, of_stack, LWM_MESH, companions=[layer])
-    assert derived.specs() == sr.plan(tree, rules, LWM_MESH).specs()
 
 
 def maxtext(name):
@@ -719,20 +654,6 @@ def test_combined_companions_fall_back_one_by_one():
         warned = [one.message for one in plan.check() if one.kind == "companion"]
         assert len(warned) == (counts is not None)
         assert all("should follow a rule for 'layers/0/q/kernel'" in text for text in warned)
-
-
-def test_deepseek_scales_are_cut_like_their_weights():
-    tree = corpus.manifest("deepseek-v3").flat(corpus.abstract)
-    rules = [(r"\.weight$", P("tp", "fsdp")), (".*", P())]
-    plan = sr.plan(tree, rules, {"tp": 2, "fsdp": 4}, companions=sr.QUANTIZED)
-    scales = [path for path in plan.paths if path.endswith("_scale_inv")]
-    assert len(scales) > 40_000
-    odd = set()
-    for path in scales:
-        weight = plan.kind(path.removesuffix("_scale_inv"))
-        if plan.kind(path).spec != weight.spec:
-            odd.add(weight.shape)
-    assert odd == {(576, 7168)}  # five blocks, the last of them not whole
 
 
 def test_other_rules_leave_companions_out():

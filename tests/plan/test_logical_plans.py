@@ -320,23 +320,6 @@ class TestQuestions:
         assert "the rules say" not in str(again.explain("wq"))
         assert "heads" in str(again.explain("wq"))
 
-    @pytest.mark.parametrize(
-        ("was", "now"),
-        [
-            ('"rules": [2, 4', '"rules": [2, 99'),
-            ('"rules": [2, 4', '"rules": [4'),
-            ('"kind": "logical"', '"kind": "other"'),
-            ('["vocab", ', '["vocabs", '),
-            ('"names": ["embed", "mlp"]', '"names": ["embed", 3]'),
-            ('"names": ["embed", "mlp"]', '"names": ["embed", "kv"]'),
-        ],
-    )
-    def test_a_lock_changed_by_hand_is_refused(self, was, now):
-        text = planned().lock()
-        assert was in text
-        with pytest.raises(sr.FileError, match="make the lock again"):
-            sr.Plan.from_lock(text.replace(was, now, 1))
-
     def test_a_diff_tells_rules_apart(self):
         before = planned()
         other = sr.LogicalRules([(n, a) for n, a in RULES if n != "mlp"])
@@ -365,116 +348,60 @@ class TestQuestions:
             assert zero1[0].mu["wi"] == P("fsdp", ("tp", "dp"))
 
 
-class TestChecks:
-    BIG = (8192, 8192)
-
-    def found(self, names, rules=RULES, mesh=MESH, shape=BIG, **options):
-        plan = sr.plan({"w": array(shape)}, rules, mesh, names={"w": names})
-        return plan.check(**options)
-
-    def test_all_in_order_is_no_finding_but_unused_rules_and_axes(self):
-        found = self.found(("embed", "mlp"))
-        assert [one.level for one in found] == ["info"]
-        (dead,) = found
-        assert dead.kind == "dead"
-        assert dead.message == ("5 rules of 7 for names that no leaf has: 'batch', 'vocab', 'heads', 'kv'")
-
-    def test_a_misspelt_name_is_an_error(self):
-        errors = self.found(("embd", "mlp")).at_least("error")
-        assert kinds_of(errors) == {"unknown-name"}
-        assert "no rule is for the name 'embd' of 1 leaf; did you mean 'embed'" in errors[0].message
-
-    def test_a_misspelt_name_beside_the_right_one_is_a_warning(self):
-        tree = {"w": array((8, 8)), "v": array((8, 8)), "x": array((8, 8))}
-        names = {"w": ("embed", "mlp"), "v": ("embd", "mlp"), "x": ("layers", "mlp")}
-        found = sr.plan(tree, RULES, MESH, names=names).check()
-        (misspelt,) = (one for one in found if "'embd'" in one.message)
-        assert misspelt.level == "warning"
-        assert "did you mean 'embed'?" in misspelt.message
-        names["v"] = ("embed", "mlp")
-        assert not sr.plan(tree, RULES, MESH, names=names).check().at_least("warning")
-
-    def test_an_unknown_name_that_costs_nothing_is_information(self):
-        (found,) = (one for one in self.found(("layers", "mlp")) if one.kind == "unknown-name")
-        assert found.level == "info"
-
-    def test_an_unknown_name_that_replicates_much_is_an_error(self):
-        errors = self.found(("layers", "norm")).at_least("error")
-        assert kinds_of(errors) == {"unknown-name"}
-        assert errors[0].bytes == 8192 * 8192 * 2
-        declared = self.found(("layers", "norm"), replicated=["w"])
-        assert not declared.at_least("error")
-
-    def test_a_large_leaf_without_names_is_an_error(self):
-        tree = {"w": array(self.BIG), "v": array((8, 8)), "b": array((4096, 4096))}
-        plan = sr.plan(tree, RULES, MESH, names={"v": ("embed", "mlp")})
-        (error,) = plan.check().at_least("warning")
-        assert (error.kind, error.level, error.leaves) == ("unnamed", "error", 2)
-        assert not plan.check(replicated=["w", "b"]).at_least("warning")
-        small = sr.plan({**tree, "w": array((8,)), "b": array(())}, RULES, MESH, names={"v": ("embed", "mlp")})
-        assert {one.level for one in small.check() if one.kind == "unnamed"} == {"info"}
-
-    def test_fewer_names_than_dimensions_are_a_warning(self):
-        (found,) = (one for one in self.found(("embed", "mlp"), shape=(32, 64, 256)) if one.kind == "unnamed")
-        assert found.level == "warning"
-        assert "fewer names than dimensions" in found.message
-
-    def test_a_name_that_is_missing_and_its_rule_for_no_leaf(self):
-        """Flax's own example names the kernels of attention ('embed', 'kv'), and heads nowhere."""
-        rules = [("batch", "data"), ("embed", "fsdp"), ("heads", "tp"), ("kv", None), ("mlp", "tp")]
-        tree = {"q": array((1024, 16, 64)), "mlp": array((1024, 4096))}
-        names = {"q": ("embed", "kv"), "mlp": ("embed", "mlp")}
-        mesh = {"data": 1, "fsdp": 4, "tp": 2}
-        plan = sr.plan(tree, sr.LogicalRules(rules), mesh, names=names)
-        (fewer, dead) = plan.check()
-        assert (fewer.kind, fewer.level, fewer.paths) == ("unnamed", "warning", ("q",))
-        assert "names count from the first dimension" in fewer.message
-        assert (dead.kind, dead.message.endswith(": 'batch', 'heads'")) == ("dead", True)
-        right = {**names, "q": ("embed", "heads", "kv")}
-        (dead,) = sr.plan(tree, sr.LogicalRules(rules), mesh, names=right).check()
-        assert dead.kind == "dead"
-
-    def test_more_names_than_dimensions_are_a_correction(self):
-        found = self.found(("embed", "mlp"), shape=(4096 * 4096,))
-        assert "correction" in kinds_of(found)
-
-    def test_an_axis_that_the_mesh_lacks_is_an_error_though_another_rule_wins(self):
-        rules = sr.LogicalRules([("embed", "fdsp"), ("embed", "fsdp"), ("mlp", "tp")])
-        errors = self.found(("embed", "mlp"), rules).at_least("error")
-        assert kinds_of(errors) == {"unknown-axis"}
-        assert "rule 0 'embed' -> 'fdsp'" in errors[0].message
-        declared = sr.LogicalRules(rules, optional_axes=["fdsp"])
-        assert not self.found(("embed", "mlp"), declared).at_least("error")
-
-    def test_a_dimension_that_does_not_divide_is_told_with_its_rule(self):
-        found = self.found(("heads", "kv"), shape=(6, 2**24))
-        (lost,) = (one for one in found if one.kind == "correction")
-        assert lost.message.startswith("rule 4 'heads' -> 'tp': dim 0 of size 6 is not divisible")
-
-    def test_replicated_leaves_are_named_by_their_names(self):
-        (found,) = (one for one in self.found(("kv", None)) if one.kind == "replicated")
-        assert "the names ('kv', None)" in found.message
-        assert found.rule is None  # it was the names, at which annotations failed
-        told = sr.types.Findings([found]).to_github("r.toml", [1])
-        assert told.startswith("::warning file=r.toml,title=shardrules replicated::")
+BIG, SMALL = (8192, 8192), (8, 8)
+TWO_RULES = [("embed", "fdsp"), ("embed", "fsdp"), ("mlp", "tp")]
+CHECKED = {
+    # what: ({path: (shape, names)}, rules, [(kind, level, part of the message), ...] but for `dead`)
+    "all in order": ({"w": (BIG, ("embed", "mlp"))}, RULES, []),
+    "a misspelt name": ({"w": (BIG, ("embd", "mlp"))}, RULES, [
+        ("unknown-name", "error", "no rule is for the name 'embd' of 1 leaf; did you mean 'embed'")]),
+    "beside the right one": ({"w": (SMALL, ("embed", "mlp")), "v": (SMALL, ("embd", "mlp"))}, RULES, [
+        ("unknown-name", "warning", "did you mean 'embed'?")]),
+    "one that costs nothing": ({"w": (BIG, ("layers", "mlp"))}, RULES, [("unknown-name", "info", "'layers'")]),
+    "much is replicated": ({"w": (BIG, ("layers", None))}, RULES, [
+        ("unknown-name", "error", "1 leaf replicated: 134 MB"), ("replicated", "warning", "the names ('layers', None)")]),
+    "large leaves without names": ({"w": (BIG, None), "v": (SMALL, ("embed", "mlp"))}, RULES, [
+        ("unnamed", "error", "1 leaf of 2 without")]),
+    "small ones": ({"w": ((8,), None), "b": ((), None), "v": (SMALL, ("embed", "mlp"))}, RULES, [
+        ("unnamed", "info", "1 leaf of 3 without")]),
+    "fewer names": ({"w": ((32, 64, 256), ("embed", "mlp"))}, RULES, [
+        ("unnamed", "warning", "fewer names than dimensions, such as ('embed', 'mlp') for the shape (32, 64, 256)")]),
+    "more names": ({"w": ((4096 * 4096,), ("embed", "mlp"))}, RULES, [("correction", "info", "the spec has 2 entries")]),
+    "an absent axis, though another rule wins": ({"w": (BIG, ("embed", "mlp"))}, sr.LogicalRules(TWO_RULES), [
+        ("unknown-axis", "error", "rule 0 'embed' -> 'fdsp'")]),
+    "declared": ({"w": (BIG, ("embed", "mlp"))}, optional(TWO_RULES, ["fdsp"]), [("correction", "info", "'fdsp'")]),
+    "what does not divide": ({"w": ((6, 2**24), ("heads", "kv"))}, RULES, [
+        ("correction", "warning", "rule 4 'heads' -> 'tp': dim 0 of size 6 is not divisible")]),
+    "replicated": ({"w": (BIG, ("kv", None))}, RULES, [("replicated", "warning", "the names ('kv', None)")]),
+}  # fmt: skip
 
 
-class TestArrays:
-    MESH = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("dp", "fsdp", "tp"))
+@pytest.mark.parametrize("case", CHECKED)
+def test_findings(case):
+    leaves, rules, expected = CHECKED[case]
+    tree = {path: array(shape) for path, (shape, _) in leaves.items()}
+    plan = sr.plan(tree, rules, MESH, names={path: names for path, (_, names) in leaves.items() if names})
+    found = [one for one in plan.check() if one.kind not in ("dead", "unused-axis")]
+    assert [(one.kind, one.level) for one in found] == [row[:2] for row in expected]
+    assert all(part in one.message for one, (*_, part) in zip(found, expected, strict=True))
+    declared = plan.check(replicated=list(tree), levels={"unknown-axis": "off"})
+    assert bool(declared.at_least("error")) == (case == "a misspelt name")
 
-    def test_shard_and_constraints_take_them(self):
-        values = {name: np.ones(shape, "float32") for name, (shape, _) in ARRAYS.items()}
-        tree = {name: nn.LogicallyPartitioned(x, ARRAYS[name][1]) for name, x in values.items()}
-        placed = sr.shard(tree, RULES, self.MESH)
-        assert placed["wi"].value.sharding.spec == SPECS["wi"]
-        assert placed["wi"].names == ("embed", "mlp")
-        names = {name: names for name, (_, names) in ARRAYS.items()}
-        beside = sr.shard(values, sr.plan(values, RULES, self.MESH, names=names))
-        assert beside["wi"].sharding == placed["wi"].value.sharding
-        step = jax.jit(lambda tree: sr.with_sharding_constraint(tree, RULES, self.MESH))
-        np.testing.assert_array_equal(step(placed)["wi"].value, values["wi"])
-        eager = sr.with_sharding_constraint(placed, RULES, self.MESH)
-        assert eager["wi"].value.sharding.spec == SPECS["wi"]
+
+def test_names_that_no_leaf_has_are_one_note():
+    """Flax's own example names the kernels of attention ('embed', 'kv'), and heads nowhere."""
+    tree = {"q": array((1024, 16, 64)), "mlp": array((1024, 4096))}
+    names = {"q": ("embed", "kv"), "mlp": ("embed", "mlp")}
+    fewer, dead = sr.plan(tree, RULES, MESH, names=names).check()
+    assert (fewer.kind, fewer.level, fewer.paths) == ("unnamed", "warning", ("q",))
+    assert (dead.kind, dead.level) == ("dead", "info")
+    assert dead.message == "4 rules of 7 for names that no leaf has: 'batch', 'vocab', 'heads'"
+
+
+def test_findings_about_names_have_no_rule_to_stand_at():
+    (found,) = (one for one in sr.plan({"w": array(BIG)}, RULES, MESH, names={"w": ("kv", None)}).check() if one.paths)
+    assert found.rule is None
+    assert sr.types.Findings([found]).to_github("r.toml", [1]).startswith("::warning file=r.toml,title=shardrules repl")
 
 
 NAMED = {

@@ -36,11 +36,6 @@ class TestSweep:
         for row in rows:
             assert row.bytes == sr.plan(TREE, optional, row.mesh).bytes_per_device().max
 
-    def test_an_axis_that_none_of_them_has_is_a_problem(self):
-        plan = sr.plan(TREE, [("a", "tpp"), (".*", "tp")], {"tp": 2})
-        assert [row.problems for row in plan.sweep([{"tp": 2}, {"tp": 4}])] == [1, 1]
-        assert [row.problems for row in plan.for_optimizer({"mu": TREE}).sweep([{"tp": 2}])] == [1]
-
 
 class TestLogicalFindings:
     RULES = sr.LogicalRules([

@@ -58,14 +58,6 @@ def test_each_mesh_of_a_sweep_has_its_own_dimensions():
     assert [(row.mesh["fsdp"], row.corrections) for row in rows] == [(9, 0), (8, 0), (11, 1)]
 
 
-def test_an_optimizer_follows_its_parameters():
-    params = {"w": array(2048, 4096)}
-    plan = sr.plan(params, [(".*", sr.fsdp("fsdp"))], {"fsdp": 8})
-    state = {"mu": {"w": array(2048, 4096)}, "nu": {"w": array(2048, 4096, dtype="bfloat16")}}
-    found = jax.tree.leaves(plan.for_optimizer(state).specs(), is_leaf=is_spec)
-    assert set(map(cuts, found)) == {(None, "fsdp")}
-
-
 def is_spec(node):
     return isinstance(node, P)
 
@@ -82,10 +74,3 @@ def test_what_follows_a_base_is_cut_by_its_own_shape():
     assert found["layers"]["w"] == (None, "tp", "fsdp")
     assert found["k"] == {"kernel": ("tp", "fsdp"), "kernel_scale": ()}
     assert "the rule of what it follows, dims (-, 0, 1)" in str(plan.explain("layers/w"))
-
-
-def test_a_stack_may_be_cut_by_the_axis_itself():
-    tree = {"layers": {"w": array(32, 64, 256)}}
-    rules = [(r"layers/\d+/w", sr.fsdp("fsdp", min_bytes=0))]
-    plan = sr.plan(tree, rules, {"fsdp": 8}, companions=[sr.stacked("layers", mesh_axis="fsdp")])
-    assert cuts(plan.specs()["layers"]["w"]) == ("fsdp",)

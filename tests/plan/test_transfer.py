@@ -19,8 +19,6 @@ from shardrules._base.arguments import MOST
 from shardrules._base.dtypes import bits_of
 from shardrules._base.rule_specs import LibraryCorrection
 from shardrules._base.specs import entries_of
-from tests.support import corpus
-from tests.support.slow import MODELS
 
 
 def array(*shape, dtype="float32"):
@@ -191,21 +189,6 @@ def test_a_mesh_without_devices_has_those_of_the_other_in_order():
     assert not plan.transfer(plan.on_mesh({"d": 8}))
     assert not plan.on_mesh({"d": 8}).transfer(plan)
     assert plan.transfer(plan.on_mesh(Mesh(devices[::-1], ("d",)))).total == 128
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_all_models(name):
-    """Each array is cut in its largest dimension, on one mesh over 8 devices, on another over 4 of them."""
-    tree = corpus.manifest(name).nested(corpus.abstract)
-    devices = np.array(jax.devices())
-    trainer = Mesh(devices.reshape(4, 2), ("fsdp", "tp"))
-    sampler = Mesh(devices[::-2].reshape(2, 2), ("dp", "tp"))
-    plan = sr.plan(tree, [(".*", sr.fsdp(("fsdp", "tp"), min_bytes=0))], trainer)
-    other = sr.plan(tree, [(".*", sr.fsdp("tp", min_bytes=0))], sampler)
-    for before, after in ((plan, other), (other, plan)):
-        moved = before.transfer(after)
-        check(moved, by_jax(before, after))
-        assert (moved.shared, sum(row.leaves for row in moved)) == (4, len(plan))
 
 
 def test_leaves_that_follow_their_mesh_stay():

@@ -304,10 +304,8 @@ def refusals(kind: Kind, plan: Plan) -> Iterator[_Words]:
 def corrections(context: CheckContext) -> Iterator[Finding]:
     """Axes of the rules' specs that leaves do not get; axes that the mesh lacks are errors."""
     kinds = context.kinds
-    losses = [(is_unknown, [*pairs]) for is_unknown, pairs in _losses(context)]
-    costs = [sum([loss.bytes * len(part.rows) for part, loss in pairs]) for _, pairs in losses]
-    small = sum([cost for cost in costs if cost < context.large])
-    for (is_unknown, pairs), cost in zip(losses, costs, strict=True):
+    for is_unknown, pairs in _losses(context):
+        cost = sum([loss.bytes * len(part.rows) for part, loss in pairs])
         folded, first = [part for part, _ in pairs], pairs[0][1]
         rules = sorted({rule for pair in pairs for rule in _deciding(context, *pair)})
         who = context.rules(rules) or context.who(kinds[folded[0].group])
@@ -318,7 +316,7 @@ def corrections(context: CheckContext) -> Iterator[Finding]:
         is_refused = first.kind == "indivisible" and not context.plan._leaves.is_corrected
         free = "; JAX refuses it" if is_refused else "" if is_unknown else "; costs nothing"
         # What devices share is meant so, by the policy that has kept the other axes.
-        is_much = not first.is_shared and (cost >= context.large or context.matters(cost, small))
+        is_much = not first.is_shared and cost >= context.large
         yield finding(
             "unknown-axis" if is_unknown else "misfit" if is_refused else "correction",
             f"{who}: {first.message}{', and the like' if is_like else ''}"

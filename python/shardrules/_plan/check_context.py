@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 _PROBES: Final = ("~", "\x01/\x02")
 # What adds more than this share to the bytes that a device must hold anyway is much.
 _MUCH: Final = 0.02
-# Of what is much only together, parts of more than this share are reported.
-_PART: Final = 0.1
 
 Check: TypeAlias = "Callable[[CheckContext], Iterator[Finding]]"
 
@@ -208,13 +206,6 @@ class CheckContext:
     def is_much(self, count: int) -> bool:
         """Tell if so many bytes on a device are much, beside what it must hold anyway."""
         return count >= self.large and count > _MUCH * (self._total - count)
-
-    def matters(self, count: int, together: int) -> bool:
-        """Tell if these bytes, which are not large alone, are much together with others like them.
-
-        A hundred arrays of a megabyte cost as much as one of 100 MB.
-        """
-        return self.is_much(together) and count > _PART * together
 
     def is_whole(self, kind: Kind) -> bool:
         """Tell if each of several devices holds leaves of a kind whole."""

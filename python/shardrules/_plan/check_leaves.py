@@ -209,16 +209,9 @@ def replicated(context: CheckContext) -> Iterator[Finding]:
         # Leaves of the catch-all, and those without names, are reported as that.
         if kind.rule not in context.silent_catch_alls and not context.is_unnamed(kind):
             by_rule[kind.decided_by, context.is_exempt(kind)].append(part)
-    large_of = {
-        rule: [part for part in folded if kinds[part.group].device_bytes >= context.large]
-        for rule, folded in by_rule.items()
-    }
-    small = sum(
-        context.device_bytes(folded) for rule, folded in by_rule.items() if not large_of[rule]
-    )
-    for (decider, exempt), folded in by_rule.items():
-        large = large_of[decider, exempt]
-        if not large and not context.matters(context.device_bytes(folded), small):
+    for (_, exempt), folded in by_rule.items():
+        large = [part for part in folded if kinds[part.group].device_bytes >= context.large]
+        if not large and not context.is_much(context.device_bytes(folded)):
             continue
         reported, noun = (large, "large leaf") if large else (folded, "leaf")
         kind = kinds[reported[0].group]

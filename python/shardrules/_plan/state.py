@@ -191,16 +191,13 @@ def _found_behind(choices: Iterable[list[tuple[str, int]]]) -> dict[str, set[int
 
 def _check_no_moments(params: Leaves, state: Leaves) -> None:
     for path, number in zip(state.paths, state.kind_of.tolist(), strict=True):
-        if _may_be_moment(state.types[number]):
+        leaf = state.types[number]
+        if leaf.shape is not None and prod(leaf.shape) > 1 and is_inexact(leaf.dtype):
             raise ValueError(
                 f"no leaf of the state follows a parameter: the state has {brief(path)}, and the "
                 f"plan {brief(params.paths[0])}; plan the tree that the optimizer was initialized "
                 "with, or give the state of the tree that the plan is of"
             )
-
-
-def _may_be_moment(leaf: LeafType) -> bool:
-    return leaf.shape is not None and prod(leaf.shape) > 1 and is_inexact(leaf.dtype)
 
 
 def _rows_without_prefix(params: Leaves, boundary: re.Pattern[str]) -> dict[str, int]:
@@ -210,20 +207,15 @@ def _rows_without_prefix(params: Leaves, boundary: re.Pattern[str]) -> dict[str,
     is that of none, unless they are of one kind.
     """
     rows: dict[str, int] = {}
-    common = _common_prefix(params.paths, boundary)
+    shared = os.path.commonprefix(params.paths)  # noqa: RUF071 - by characters; cut to components
+    common = max((passed.end() for passed in boundary.finditer(shared)), default=0)
     for row, path in enumerate(params.paths):
         first = boundary.search(path)
         end = 0 if first is None else first.end()
-        start = end if path[:end].strip("[]'./") == _COLLECTION else 0
-        if start := max(start, common):
+        is_collection = path[:end].strip("[]'./") == _COLLECTION
+        if start := max(end if is_collection else 0, common):
             _add_unless_ambiguous(rows, path[start:], row, params)
     return rows
-
-
-def _common_prefix(paths: list[str], boundary: re.Pattern[str]) -> int:
-    """Return the length of the whole components that begin each of the paths."""
-    shared = os.path.commonprefix(paths)  # noqa: RUF071 - by characters; components are cut below
-    return max((passed.end() for passed in boundary.finditer(shared)), default=0)
 
 
 def _add_unless_ambiguous(rows: dict[str, int], name: str, row: int, params: Leaves) -> None:
@@ -246,12 +238,9 @@ def _rows_of_flat_names(params: Leaves) -> dict[str, int]:
 
 def _row_of_flat_name(name: str, rows: Callable[[], Mapping[str, int]]) -> int:
     """Return the row of the longest of these names that `dense_kernel_momentum` begins with."""
-    end = name.rfind("_")
-    while end > 0:
-        if (row := rows().get(name[:end])) is not None:
-            return row
-        end = name.rfind("_", 0, end)
-    return _NONE
+    words = name.split("_")
+    names = ("_".join(words[:count]) for count in range(len(words) - 1, 0, -1))
+    return next((rows()[each] for each in names if each in rows()), _NONE)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -269,27 +258,22 @@ def _relation(
         (for each dimension, the parameter's dimension that it is, or None if it is none of them;
         None for an array that does not follow its parameter), and the origin of its spec.
     """
-    full = parameter.shape
-    if shape is None or full is None:
-        return None, "no array"
-    rank = len(full)
-    dims: tuple[Dim, ...] | None = tuple(range(rank))
+    full = parameter.shape or ()
+    all_dims = tuple(range(len(full)))
     if shape == full:
-        origin = "the parameter's, same shape"
-    elif prod(shape) == 1:
-        dims, origin = None, "one element for the parameter: not cut"
-    elif len(shape) == rank and all(n in (1, size) for n, size in zip(shape, full, strict=True)):
-        dims = tuple(None if n == 1 else dim for dim, n in enumerate(shape))
-        origin = "the parameter's, but for dimensions of size 1"
-    elif shape[1:] == full:
-        dims, origin = (None, *range(rank)), "the parameter's, behind a dimension of its own"
-    elif (lacking := _lacking(shape, parameter, factor)) is not None:
-        dims = _dims_without(lacking, rank)
-        origin = f"the parameter's without dim {lacking} (factored moment)"
-    else:
-        dims = None
-        origin = f"its shape has no known relation to the parameter's {full}: replicated"
-    return dims, origin
+        return all_dims, "the parameter's, same shape"
+    if shape is None or prod(shape) == 1:
+        return None, "one element for the parameter: not cut"
+    pairs = zip(shape, full, strict=False)
+    if len(shape) == len(full) and all(own in (1, size) for own, size in pairs):
+        dims = tuple(None if own == 1 else dim for dim, own in enumerate(shape))
+        return dims, "the parameter's, but for dimensions of size 1"
+    if shape[1:] == full:
+        return (None, *all_dims), "the parameter's, behind a dimension of its own"
+    if (lacking := _lacking(shape, parameter, factor)) is not None:
+        dims = _dims_without(lacking, len(full))
+        return dims, f"the parameter's without dim {lacking} (factored moment)"
+    return None, f"its shape has no known relation to the parameter's {full}: replicated"
 
 
 def _lacking(shape: _Shape, parameter: Kind, factor: int | None) -> int | None:
