@@ -129,14 +129,6 @@ def test_an_acl_is_kept_and_gives_the_group_no_rights(tmp_path):
     assert os.getxattr(path, ACL) == access_list(6, 6, 0)
 
 
-def test_another_hard_link_keeps_the_old_text(tmp_path):
-    path, other = tmp_path / "x", tmp_path / "other"
-    path.write_text("old")
-    other.hardlink_to(path)
-    write_text(path, "new")
-    assert (path.read_text(), other.read_text()) == ("new", "old")
-
-
 def test_no_one_else_reads_it_before_it_has_the_old_mode(tmp_path, monkeypatch):
     path = tmp_path / "secret"
     path.write_text("old")

@@ -138,11 +138,6 @@ def test_leaves_that_get_no_spec(case):
         assert part in str(info.value)
 
 
-def test_without_a_threshold_a_leaf_needs_no_dtype():
-    found = sr.named_shardings({"w": shaped(64, 64)}, [(".*", WHOLE)], {"fsdp": 8})
-    assert cuts(found["w"].spec) == (None, "fsdp")
-
-
 def test_without_a_mesh_there_is_no_spec():
     rules = sr.Rules([("v", P()), ("w", sr.fsdp("fsdp"))])
     for call in (

@@ -21,53 +21,36 @@ DUMPS = sorted((DATA / "maxtext-dumps").glob("*.json.gz"))
 _ACTIVATION = re.compile(r"(?P<dtype>\w+)\[(?P<dims>[0-9,]*)\]")
 
 
-class Dumped(NamedTuple):
+class Dump(NamedTuple):
     """Arrays by path: abstract, with their logical names and the spec's entries of MaxText."""
 
+    mesh: dict[str, int]
+    rules: sr.LogicalRules
     arrays: dict[str, jax.ShapeDtypeStruct]
     names: dict[str, tuple[Any, ...]]
     specs: dict[str, tuple[Any, ...]]
 
 
-class Dump(NamedTuple):
-    mesh: dict[str, int]
-    rules: sr.LogicalRules
-    leaves: Dumped
-    """Parameters and optimizer state; their dtypes are not in a dump."""
-    activations: Dumped
-    """Those that have names, by place, dtype and shape."""
-
-
-def read_dump(path: Path) -> Dump:
+def read_dump(path: Path, what: str = "leaves") -> Dump:
+    """The parameters and the optimizer's state, without dtypes; or the activations that have names."""
     content = json.loads(gzip.decompress(path.read_bytes()))
-    leaves = {
-        name: (line["shape"], "float32", line["logical"], line["spec"]) for name, line in content["leaves"].items()
-    }
-    lines = content["activations"]
-    named = {line["name"]: _activation(line) for line in lines if line["logical"] != "Unknown"}
+    if what == "leaves":
+        rows = {name: (one["shape"], "float32", one["logical"], one["spec"]) for name, one in content[what].items()}
+    else:
+        rows = {one["name"]: _activation(one) for one in content[what] if one["logical"] != "Unknown"}
     return Dump(
         content["mesh"],
         sr.LogicalRules(content["logical_axis_rules"], sr.dialects.MAXTEXT),
-        _dumped(leaves),
-        _dumped(named),
-    )
-
-
-def _dumped(rows: dict[str, tuple[Any, str, Any, Any]]) -> Dumped:
-    return Dumped(
         {path: jax.ShapeDtypeStruct(row[0], row[1]) for path, row in rows.items()},
-        {path: _entries(row[2]) for path, row in rows.items()},
-        {path: _entries(row[3]) for path, row in rows.items()},
+        *({path: _entries(row[at]) for path, row in rows.items()} for at in (2, 3)),
     )
 
 
 def _activation(line: dict[str, str]) -> tuple[Any, str, Any, Any]:
     """Names and spec are Python literals; shape and dtype are at the end of the name."""
     match = _ACTIVATION.fullmatch(line["name"].rpartition(": ")[2])
-    assert match is not None
     shape = [int(size) for size in match["dims"].split(",") if size]
-    names, spec = (ast.literal_eval(line["logical"]), ast.literal_eval(line["spec"].removeprefix("P")))
-    return shape, match["dtype"], names, spec
+    return shape, match["dtype"], ast.literal_eval(line["logical"]), ast.literal_eval(line["spec"].removeprefix("P"))
 
 
 def _entries(written: Any) -> tuple[Any, ...]:
@@ -75,17 +58,7 @@ def _entries(written: Any) -> tuple[Any, ...]:
     return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in entries)
 
 
-NAMES = [path.name.removesuffix(".json.gz") for path in DUMPS]
 assert len(DUMPS) == 6
-
-
-def plan_of(dump, part):
-    return sr.plan(part.arrays, dump.rules, dump.mesh, names=part.names)
-
-
-@pytest.fixture(scope="module", params=DUMPS, ids=NAMES)
-def dump(request):
-    return read_dump(request.param)
 
 
 def without_ones(entries, mesh, rank):
@@ -95,20 +68,18 @@ def without_ones(entries, mesh, rank):
     return named + [()] * (rank - len(named))
 
 
-class TestGoldenFiles:
-    @pytest.mark.parametrize(("what", "least"), [("leaves", 42), ("activations", 7)])
-    def test_each_gets_maxtexts_spec(self, dump, what, least):
-        part = getattr(dump, what)
-        specs = plan_of(dump, part).specs()
-        assert len(specs) == len(part.specs) >= least
-        for path, spec in specs.items():
-            rank = len(part.arrays[path].shape)
-            wanted = without_ones(part.specs[path], dump.mesh, rank)
-            assert without_ones(tuple(spec), dump.mesh, rank) == wanted, path
-
-    def test_the_check_finds_no_error(self, dump):
-        for part in (dump.leaves, dump.activations):
-            assert not plan_of(dump, part).check().at_least("warning")
+@pytest.mark.parametrize("path", DUMPS, ids=lambda path: path.name)
+@pytest.mark.parametrize(("what", "least"), [("leaves", 42), ("activations", 7)])
+def test_each_gets_maxtexts_spec(path, what, least):
+    dump = read_dump(path, what)
+    plan = sr.plan(dump.arrays, dump.rules, dump.mesh, names=dump.names)
+    specs = plan.specs()
+    assert len(specs) == len(dump.specs) >= least
+    for at, spec in specs.items():
+        rank = len(dump.arrays[at].shape)
+        wanted = without_ones(dump.specs[at], dump.mesh, rank)
+        assert without_ones(tuple(spec), dump.mesh, rank) == wanted, at
+    assert not plan.check().at_least("warning")
 
 
 RULE_LISTS = json.loads(gzip.decompress((DATA / "maxtext-rules.json.gz").read_bytes()))["files"]
@@ -150,7 +121,7 @@ class TestItsRuleLists:
         pairs, mesh = pairs_of(name), mesh_of(name, sizes)
         rules = sr.LogicalRules(pairs, sr.dialects.MAXTEXT)
         for dump in map(read_dump, DUMPS[0::2]):
-            arrays, names = dump.leaves.arrays, dump.leaves.names
+            arrays, names = dump.arrays, dump.names
             found = sr.named_shardings(arrays, rules, mesh, names=names)
             planned = sr.plan(arrays, rules, mesh, names=names)
             assert planned.specs() == {path: one.spec for path, one in found.items()}
@@ -160,7 +131,7 @@ class TestItsRuleLists:
 
     def test_a_stale_axis_is_no_error(self, name):
         rules, mesh = sr.LogicalRules(pairs_of(name), sr.dialects.MAXTEXT), mesh_of(name, SIZES[0])
-        leaves = read_dump(DUMPS[0]).leaves
+        leaves = read_dump(DUMPS[0])
         found = sr.plan(leaves.arrays, rules, mesh, names=leaves.names).check()
         stale = [one for one in found if "the mesh has no ax" in one.message]
         assert bool(stale) == (name in ("inference/inference", "post_train/rl_mt_jt"))
@@ -168,36 +139,26 @@ class TestItsRuleLists:
         assert not any("did you mean" in one.message for one in stale)
 
 
-class TestZero1:
-    """MaxText's ZeRO-1."""
+def axes_of(spec, rank):
+    """Per dimension a list of axes."""
+    axes = [[] if e is None else [e] if isinstance(e, str) else list(e) for e in spec]
+    return [*axes, *[[]] * (rank - len(axes))]
 
-    @staticmethod
-    def plain(spec, rank):
-        """Per dimension a list of axes."""
-        axes = [[] if e is None else [e] if isinstance(e, str) else list(e) for e in spec]
-        return [*axes, *[[]] * (rank - len(axes))]
 
-    def test_as_maxtext_itself_decided(self):
-        """On specs that MaxText's own function was given."""
-        file = json.loads((DATA / "maxtext-zero1.json").read_text())
-        cases = file["shape, spec, spec with data"]
-        mesh = sr.resolve_mesh(file["mesh"])
-        for shape, spec, expected in cases:
-            leaf = jax.ShapeDtypeStruct(tuple(shape), "float32")
-            given = NamedSharding(mesh, P(*(tuple(axes or ()) or None for axes in spec)))
-            made = maxtext.add_data_to_sharding(mesh, (), leaf, given).spec
-            assert self.plain(made, len(shape)) == self.plain(expected, len(shape)), shape
-        assert sum(spec != expected for _, spec, expected in cases) > 50
-
-    def test_specs_that_are_shorter_or_longer_than_the_shape(self):
-        mesh = sr.resolve_mesh({"data": 2, "fsdp": 4, "tensor": 2})
-        for shape, spec, expected in [
-            ((3, 3, 2), P(None), [[], [], ["data"]]),
-            ((4,), P(None, "fsdp"), [["data"]]),
-            ((8, 8), P(None, ("fsdp", "data")), [[], ["fsdp", "data"]]),
-        ]:
-            leaf = jax.ShapeDtypeStruct(shape, "float32")
-            made = maxtext.add_data_to_sharding(mesh, (), leaf, NamedSharding(mesh, spec))
-            assert self.plain(made.spec, len(shape)) == expected
-        with pytest.raises(AssertionError, match="expected a NamedSharding"):
-            maxtext.add_data_to_sharding(mesh, (), jax.ShapeDtypeStruct((2,), "int8"), P())
+def test_zero1_as_maxtext_itself_decided():
+    """On specs that MaxText's own function was given; and on some that are shorter or longer than the shape."""
+    file = json.loads((DATA / "maxtext-zero1.json").read_text())
+    cases = file["shape, spec, spec with data"]
+    assert sum(spec != expected for _, spec, expected in cases) > 50
+    more = [((3, 3, 2), [None], [[], [], ["data"]]), ((4,), [None, "fsdp"], [["data"]]),
+            ((8, 8), [None, ["fsdp", "data"]], [[], ["fsdp", "data"]])]  # fmt: skip
+    for shape, spec, expected in [*cases, *more]:
+        mesh = sr.resolve_mesh(
+            file["mesh"] if (shape, spec, expected) not in more else {"data": 2, "fsdp": 4, "tensor": 2}
+        )
+        leaf = jax.ShapeDtypeStruct(tuple(shape), "float32")
+        entries = (axes if isinstance(axes, str) else tuple(axes or ()) or None for axes in spec)
+        made = maxtext.add_data_to_sharding(mesh, (), leaf, NamedSharding(mesh, P(*entries))).spec
+        assert axes_of(made, len(shape)) == axes_of(expected, len(shape)), shape
+    with pytest.raises(AssertionError, match="expected a NamedSharding"):
+        maxtext.add_data_to_sharding(mesh, (), jax.ShapeDtypeStruct((2,), "int8"), P())

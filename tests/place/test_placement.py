@@ -5,7 +5,7 @@ import itertools
 import pickle
 import subprocess
 import sys
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._place import shard
-from tests.support.contexts import legacy
 
 RULES = sr.Rules([("w", P("fsdp", "tp")), (".*", P())])
 OURS = str(Path(sr.__file__).parent)
@@ -197,7 +196,6 @@ DATA = {
     "dict": lambda: {"step": 3},
     "list": lambda: [3],
     "OrderedDict": lambda: OrderedDict(step=3),
-    "defaultdict": lambda: defaultdict(None, step=3),
     "FrozenDict": lambda: pytest.importorskip("flax.core").FrozenDict(step=3),
     "namedtuple": lambda: State(3),
     "dataclass of flax": train_state,
@@ -243,11 +241,6 @@ def test_nothing_is_compiled(mesh):
     assert compiled  # the listener would have seen it
 
 
-def test_the_contexts_mesh(mesh):
-    with legacy(mesh):
-        assert sr.shard({"w": np.zeros((8, 8))}, RULES)["w"].sharding.mesh is mesh
-
-
 @pytest.mark.parametrize(
     ("leaf", "shown", "instead"),
     [
@@ -263,16 +256,10 @@ def test_what_cannot_be_placed(mesh, leaf, shown, instead):
     assert instead in str(caught.value)
 
 
-@pytest.mark.parametrize("door", [sr.shard, sr.shard_local])
+@pytest.mark.parametrize("door", [sr.shard, sr.shard_local, sr.with_sharding_constraint])
 def test_a_mesh_without_devices(door):
     with pytest.raises(TypeError, match="arrays can be placed on a jax.sharding.Mesh of devices"):
         door({"w": np.zeros(8)}, P("fsdp"), {"fsdp": 4, "tp": 2})
-
-
-def test_nothing_is_placed_if_something_cannot_be(mesh):
-    strict = sr.Correction(indivisible="error")
-    with pytest.raises(ValueError, match="w_odd  shape"):
-        sr.shard(tree(), sr.Rules(RULES, correction=strict), mesh)
 
 
 def test_scalars_are_kept_where_asked(mesh):

@@ -8,7 +8,7 @@ import jax
 import jax.export
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
@@ -46,12 +46,6 @@ def test_real_rules_on_real_models(model, rule_set, sizes):
         assert shardings[path].spec == plainly_corrected(specs[path], leaf.shape, sizes), path
     distinct = {sharding.spec for sharding in shardings.values()}
     assert len({id(sharding) for sharding in shardings.values()}) == len(distinct)
-
-
-def test_leaves_that_need_no_rule_are_replicated(mesh):
-    tree = {"scalar": np.float32(1), "number": 3, "name": "x"}
-    shardings = sr.named_shardings(tree, [], mesh)
-    assert shardings == dict.fromkeys(tree, NamedSharding(mesh, P()))
 
 
 def test_rules_bound_to_meshes_are_remembered_and_let_go():
@@ -135,15 +129,6 @@ def test_spec_for():
         sr.spec_for("layers/0/wk", (8, 7), sr.Rules(rules, correction=ERROR), sizes)
     with pytest.raises(TypeError, match="rules are None"):
         sr.spec_for("a", (8,), None, sizes)
-
-
-def test_a_spec_for_all_leaves():
-    tree = {"a": jax.ShapeDtypeStruct((8, 3), "float32"), "b": [jax.ShapeDtypeStruct((8,), "int8")]}
-    mesh = Mesh(np.array(jax.devices()[:2]), ("fsdp",))
-    found = sr.named_shardings(tree, P("fsdp"), mesh)
-    expected = sr.named_shardings(tree, [(".*", P("fsdp"))], mesh)
-    assert found == expected
-    assert sr.named_shardings(tree, found, mesh) == expected
 
 
 def test_a_tree_of_specs():

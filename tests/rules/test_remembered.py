@@ -2,7 +2,6 @@
 
 import enum
 import gc
-import itertools
 import re
 import threading
 import weakref
@@ -106,12 +105,6 @@ def test_companions_and_declarations_are_compiled_once(compiled):
     assert [patterns for patterns in compiled[len(first) :] if patterns] == []
 
 
-def test_rules_are_always_fresh(compiled):
-    for _ in range(3):
-        sr.match_partition_rules(sr.Rules(fresh_pairs()), TREE)
-    assert len(compiled) == 3
-
-
 class Axis(enum.StrEnum):
     TP = "tp"
 
@@ -154,20 +147,6 @@ def test_lookalikes_are_not_mixed_up(kind, pair):
             assert leaf == spec
         elif type(spec) is Rule or not isinstance(spec, str | tuple | sr.RuleSpec):
             assert leaf is spec  # an object of the user's own
-
-
-class Numbered(tuple):
-    """A pair whose items are others each time that they are read."""
-
-    count = itertools.count()
-
-    def __getitem__(self, index):
-        return (".*", f"axis {next(self.count)}")[index]
-
-
-def test_a_pair_that_is_another_each_time_is_read_each_time():
-    first, second = (sr.match_partition_rules([Numbered("ab")], TREE) for _ in range(2))
-    assert first != second
 
 
 Own = namedtuple("Own", "a b c")

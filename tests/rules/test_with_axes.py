@@ -57,16 +57,6 @@ def test_logical_rules():
     )
 
 
-@pytest.mark.parametrize("rules", [sr.Rules([("w", "tp")]), sr.LogicalRules({"w": "tp"})])
-@pytest.mark.parametrize(
-    ("axes", "error"),
-    [({"tpp": "kv"}, "no axis 'tpp'; did you mean 'tp'"), ({"x": "y"}, "they name tp"), ({"tp": (1,)}, r"axes\['tp'\]"), (("kv", "rep"), "axes is")],
-)  # fmt: skip
-def test_what_is_no_axis(rules, axes, error):
-    with pytest.raises((ValueError, TypeError), match=error):
-        rules.with_axes(axes)
-
-
 @pytest.mark.parametrize("tp", [8, 16, 64])
 @pytest.mark.parametrize(
     ("model", "projections", "spec", "units"),

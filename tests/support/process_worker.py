@@ -310,22 +310,18 @@ def audits(mesh, placed):
     return {
         "as planned": audit(),
         "all wrong": audit(wrong, wrong),
-        "all on the host": audit(TREE, TREE),
         "on a device of each": audit(own_device, own_device),
         "sharding": audit(odd_tree=wrong),
         "host": audit(odd_tree={**right, "b": TREE["b"]}),
-        "chosen": audit({**right, "b": TREE["b"]}, {**right, "b": jnp.asarray(TREE["b"])}),
         "missing": audit(odd_tree={"b": right["b"]}),
         "extra": audit(odd_tree={**right, "c": TREE["b"]}),
         "plan": audit(odd_plan=other),
         "no plan": audit(odd_plan=None),
         "values": audit(values=True),
-        "values, all wrong": audit(wrong, wrong, values=True),
         "values that differ": audit(unlike, unlike, values=True),
         "values on the host that differ": audit(on_host, on_host, values=True),
         "values of one": audit(**({"values": True} if is_odd else {})),
         "alone": lambda: is_odd and sr.audit({"a": sr.shard(MATRIX, P("fsdp"), own)}, alone),
-        "as planned again": audit(),
     }
 
 

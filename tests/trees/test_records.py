@@ -143,15 +143,6 @@ def test_dataclasses(kind):
         assert list(by_name.items()) == list(getattr(by_jax, "__dict__", {}).items())
 
 
-def test_a_layout_that_the_core_does_not_know(monkeypatch):
-    known = registration(Plain, Plain(LEAF, LEAF, ""))
-    for layout in (-1, len(RecordLayout)):
-        made = known[0], known[1]._replace(layout=layout)
-        monkeypatch.setattr("shardrules._base.node_types.registration", lambda *_, made=made: made)
-        with pytest.raises(ValueError, match=f"records have no layout {layout}"):
-            match(Plain(LEAF, LEAF, ""))
-
-
 def test_a_constructor_that_is_replaced_after_the_first_walk():
     Changed = record("Changed", frozen=True)
     tree = Changed(LEAF)

@@ -1,7 +1,5 @@
 """Small dicts that come again: each gets what it would get alone."""
 
-from dataclasses import replace
-
 import jax
 import pytest
 from jax import tree_util
@@ -82,35 +80,6 @@ def test_what_a_node_does_to_its_dicts_is_not_copied():
     assert all("more" in one for node in ours[1::2] for one in dicts_of(node.child))
     q, k = P("fsdp"), P("tp")
     assert ours[::2] == [{"q": {"q": q, "k": q}, "k": {"q": q, "k": k}}] * MANY
-
-
-def test_siblings_that_take_turns():
-    """Where nothing is like what stood before it, and where it then comes again."""
-    kinds = [{"kernel": leaf(4, 8)}, {"kernel": leaf(8)}, {"bias": leaf(4, 8)}, {"kernel": leaf()}]
-    tree = [dict(kinds[number % 4]) for number in range(40)] + [dict(kinds[0]) for _ in range(40)]
-    whole, cut, replicated = P(None, "tp"), P(None), P()
-    expected = [{"kernel": whole}, {"kernel": cut}, {"bias": whole}, {"kernel": replicated}]
-    ours = sr.match_partition_rules([(".*", P(None, "tp"))], tree)
-    assert ours == expected * 10 + expected[:1] * 40
-
-
-ONE_ELEMENT = {
-    "EasyLM": sr.dialects.EASYLM,
-    "JAXSeq": sr.dialects.KEYSTR,
-    "own dialect": replace(sr.dialects.NNX, scalars="size 1"),
-}
-
-
-@pytest.mark.parametrize("entry", ONE_ELEMENT)
-@pytest.mark.parametrize("count", [1, 8, 16, 40])
-def test_a_leaf_of_one_element_gets_no_spec_of_larger_siblings(entry, count):
-    """It lost its P() once the automaton had states; the same call gave two answers."""
-    tree = [{"scale": leaf(64), "w": None} for _ in range(count)]
-    tree += [{"scale": leaf(1), "w": None}, {"scale": leaf(2), "w": None}]
-    for _ in range(14):
-        rules = sr.Rules([("scale", P("fsdp"))], ONE_ELEMENT[entry])
-        specs = [node["scale"] for node in rules.match(tree)]
-        assert specs == [P("fsdp")] * count + [P(), P("fsdp")]
 
 
 def test_a_block_at_the_bound_of_depth_is_no_copy():

@@ -40,10 +40,8 @@ gc.disable()  # JAX's callback of the collector may swallow a Ctrl-C
 """
 WALKS = {
     "match": "tree = [[leaf] * 10_000] * 3_000; stopped(lambda: rules.match(tree, strict=False))",
-    "shapes": "tree = [[{'a': leaf}] * 1000] * 5_000; stopped(lambda: rules.match(tree))",
     "no leaves": "tree = [[{}] * 10_000] * 3_000; stopped(lambda: rules.match(tree))",
     "survey": "tree = [[leaf] * 10_000] * 300; stopped(lambda: sr.plan(tree, rules, {'tp': 2}))",
-    "coverage": "tree = [[leaf] * 10_000] * 3_000; stopped(lambda: rules.coverage(tree))",
     "templates": "paths = ['layers/1/x' * 9] * 20_000_000; stopped(lambda: _core.templates(paths))",
     "long key": "stopped(lambda: SLOW.match({'ab' * 40_000: leaf}))",
     "long path": "stopped(lambda: SLOW.all_matches('ab' * 40_000))",
