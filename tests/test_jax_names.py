@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +23,7 @@ ROOT = Path(sr.__file__).parent
 
 
 def names_read():
-    """The private names in calls of `private`, as written there."""
+    """The private names in calls of `private` and `required`, as written there."""
     texts = (Path(module.__file__).read_text(encoding="utf-8") for module in MODULES)
     return {
         call.args[1].value
@@ -32,8 +31,8 @@ def names_read():
         for call in ast.walk(ast.parse(text))
         if isinstance(call, ast.Call)
         and isinstance(call.func, ast.Name)
-        and call.func.id == "private"
-        and len(call.args) == 2
+        and call.func.id in ("private", "required")
+        and isinstance(call.args[1], ast.Constant)
     }
 
 
@@ -109,44 +108,19 @@ def test_a_number_keeps_a_dtype_without_weak_types(without):
     assert (made.dtype, made.weak_type) == (np.float32, False)
 
 
-@functools.cache
-def compiled(mesh):
-    sharding = NamedSharding(mesh, P("fsdp", "tp"))
-
-    def step(state, unused, constant_free):
-        return {"w": state["w"] * 2 + constant_free, "n": jnp.sum(state["w"])}
-
-    arrays = {"w": jax.ShapeDtypeStruct((8, 8), "float32", sharding=sharding)}
-    number = jax.ShapeDtypeStruct((), "float32", sharding=NamedSharding(mesh, P()))
-    return jax.jit(step).lower(arrays, number, number).compile()
-
-
 def test_a_compiled_function_is_read_by_public_names(without, mesh):
-    expected = [_shown(side) for side in (_programs.compiled_inputs, _programs.compiled_outputs)]
+    sharding = NamedSharding(mesh, P("fsdp", "tp"))
+    w = jax.ShapeDtypeStruct((8, 8), "float32", sharding=sharding)
+    compiled = jax.jit(lambda w: (w * 2, jnp.sum(w))).lower(w).compile()
+
+    def read():
+        shardings, values = _programs.compiled_outputs(compiled)
+        return shardings, [(value.shape, str(value.dtype)) for value in values]
+
+    expected = read()
+    assert expected == ([sharding, expected[0][1]], [((8, 8), "float32"), ((), "float32")])
     without("_executable.out_avals")
-    in_tree = _programs.compiled_in_tree(compiled(mesh))
-    for name in ("_executable._in_shardings", "_params.const_args", "_executable._out_shardings"):
-        without(name)
-    without("_params.in_tree")
-    assert _programs.compiled_in_tree(compiled(mesh)) == in_tree
-    assert [_shown(side) for side in (_programs.compiled_inputs, _programs.compiled_outputs)] == expected
-    assert expected[0][1:] == [(None, (), "float32"), expected[0][2]]  # the second one is unused
-
-
-def _shown(side):
-    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
-    shardings, values, *_ = side(compiled(mesh))
-    return [
-        (sharding and sharding.devices_indices_map(value.shape), value.shape, str(value.dtype))
-        for sharding, value in zip(shardings, values, strict=True)
-    ]
-
-
-def test_devices_are_in_the_order_of_their_numbers_where_a_sharding_says_none(without):
-    sharding = NamedSharding(Mesh(np.array(jax.devices()[:4])[::-1], ("x",)), P("x"))
-    assert _programs.device_order(sharding) == tuple(jax.devices()[3::-1])
-    without("_device_assignment")
-    assert _programs.device_order(sharding) == tuple(jax.devices()[:4])
+    assert read() == expected
 
 
 def test_rules_are_our_own_where_flax_has_none(without):
@@ -185,71 +159,40 @@ def test_trees_are_walked_by_public_names():
     assert len(outputs) == 1
 
 
-DUMPED = ("HloModule", "HloSharding", "from_proto", "parse_flatten_op_sharding")
-
-
-def test_without_what_reads_dumps_no_shardings_of_results_are_known(without, mesh, tmp_path):
+def test_what_xla_dumps_is_read_as_jax_reads_it(mesh, tmp_path):
     x = jax.ShapeDtypeStruct((8, 8), "float32", sharding=NamedSharding(mesh, P("fsdp", "tp")))
     lowered = jax.jit(lambda x, y: (x * 2, x.sum(0), x.T), keep_unused=False).lower(x, x)
-    known = _programs.lowered_shardings(lowered)
-    assert known == ([x.sharding, None], [None, None, None])
+    assert _programs.lowered_shardings(lowered) == ([x.sharding, None], [None, None, None])
     compiled = lowered.compile({"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_proto": True})
     (file,) = tmp_path.glob("*after_optimizations.hlo.pb")
-    module = file.read_bytes()
+    module = _programs.module_of(file.read_bytes())
     specs = [sharding.spec for sharding in compiled.output_shardings]
-    assert specs == _programs.dumped_specs(module, mesh) == [P("fsdp", "tp"), P("tp"), P("tp", "fsdp")]
-    assert _programs.module_text(module).startswith("HloModule jit__lambda")
-    for cut in (b"", module[:9], module[: len(module) // 4]):
-        assert _programs.dumped_specs(cut, mesh) is None
-        assert _programs.module_text(cut) == ""
-    for name in DUMPED:
-        without(name)
-        assert _programs.dumped_specs(module, mesh) is None
-    without("v3_to_v2_sharding")  # before JAX 0.10 there is none
-    assert _programs.dumped_specs(module, mesh) in (None, specs)
-    without("HloModule")
-    assert _programs.module_text(module) == ""
-    without("_lowering.compile_args")
-    assert _programs.lowered_shardings(lowered) is None
+    assert specs == _programs.result_specs(module, mesh) == [P("fsdp", "tp"), P("tp"), P("tp", "fsdp")]
+    assert module.to_string().startswith("HloModule jit__lambda")
+    for cut in (b"", file.read_bytes()[:9], file.read_bytes()[:200]):
+        assert not _programs.module_of(cut)
+    assert _programs.result_specs(None, mesh) == []
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "get_compile_options",
-        "get_prop_to_input_output",
-        "_lowering._compiler_options_kvs",
-        "_lowering.compile_args",
-        *dict.fromkeys(name for _, name in _programs.NAMES_IN_CHILD),
-    ],
-)
-def test_without_what_a_compiler_needs_no_child_is_asked(without, name):
-    """The step is then compiled in this process, with the same answer."""
-    lowered = jax.jit(lambda x: x * 2).lower(jnp.ones(8))
-    asked = _programs.compiler_input(lowered)
-    assert asked.device_ids == [0]
-    without("_lowering._device_list")
-    assert _programs.compiler_input(lowered) == asked
-    assert not _programs.calls_python(lowered)
-    without(name)
-    assert _programs.compiler_input(lowered) is None
-    assert _programs.calls_python(lowered) == (name == "_lowering.compile_args")
-    proof = sr.prove(lambda x: x * 2, jnp.ones(8))
-    assert proof.memory.totals.arguments == 32
+REQUIRED = (
+    "HloModule", "HloSharding", "parse_flatten_op_sharding", "_lowering.compile_args", "get_compile_options",
+    "_lowering._compiler_options_kvs", "get_prop_to_input_output", "LoweringParameters",
+    "jaxpr_has_prim_requiring_devices",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["LoweringParameters", "jaxpr_has_prim_requiring_devices"])
-def test_without_overridden_rules_jax_refuses_calls_of_python_without_devices(without, name):
+@pytest.mark.parametrize("name", REQUIRED)
+def test_a_name_that_the_compiler_needs_is_told_where_jax_has_it_no_more(without, name):
     def step(x):
-        return x + jax.pure_callback(lambda v: v, x, x)
+        return jnp.sin(x) + jax.pure_callback(lambda v: v, x, x)
 
-    sizes = {"fsdp": 4, "tp": 2}
     x = jax.ShapeDtypeStruct((8, 8), "float32")
-    (note,) = sr.prove(step, x, on=sizes).notes
+    without("_lowering._device_list")  # of which the numbers of devices stand in
+    (note,) = sr.prove(step, x, on={"fsdp": 4, "tp": 2}).notes
     assert note.startswith("left out, as it is lowered without devices: jax.pure_callback at ")
     without(name)
-    with pytest.raises(ValueError, match="an operation that JAX lowers for devices alone"):
-        sr.prove(lambda x: step(x) * 2, x, on=sizes)
+    with pytest.raises(RuntimeError, match=f"this version of JAX has no {name}, by which its compiler"):
+        sr.prove(lambda x: step(x) * 2, x, on={"fsdp": 4, "tp": 2})
 
 
 def test_a_program_beside_a_library_has_lines():

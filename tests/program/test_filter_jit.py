@@ -120,7 +120,7 @@ def test_arrays_of_the_function_itself_are_on_the_mesh(mesh, model, x):
 
 def test_a_plan_of_constants_is_refused(model, mesh, x):
     whole = sr.plan(model, RULES, mesh)
-    text = r"argument 1 .*no arrays.*: activation, final_activation\. .* give equinox\.combine\("
+    text = r"argument 1 .*no arrays.*: activation, final_activation: give equinox\.combine\("
     for call in (sr.prove, sr.trace):
         with pytest.raises(ValueError, match=text):
             call(eqx.filter_jit(train), x, whole, on=mesh)
@@ -137,8 +137,9 @@ def test_a_plan_of_constants_is_refused(model, mesh, x):
 
 
 def test_a_step_that_calls_none_in_the_place_of_a_function_is_told(plan, mesh, x):
-    with pytest.raises(TypeError, match=r"None.*equinox\.combine\(plan\.abstract\(\), static\)"):
+    with pytest.raises(TypeError, match="'NoneType'") as caught:
         sr.prove(eqx.filter_jit(train), x, plan, on=mesh)
+    assert "give equinox.combine(plan.abstract(), static)" in caught.value.__notes__[-1]
     with pytest.raises(TypeError, match="missing a required argument: 'model'"):
         sr.prove(eqx.filter_jit(train), x, on=mesh)
     with pytest.raises(ZeroDivisionError):  # of the step itself
@@ -158,10 +159,3 @@ def test_a_method_is_refused(mesh, x):
         sr.prove(model.train, x, on=mesh)
     plan = sr.plan(model, [("w", P("fsdp"))], mesh)
     assert sr.prove(Model.train, plan, x, on=mesh).memory.totals.arguments == 64 * 64 + 16 * 64
-
-
-def test_another_equinox_is_an_error_that_says_so(monkeypatch, shapes, mesh, x):
-    step = eqx.filter_jit(train)
-    monkeypatch.delattr("equinox._jit.hashable_partition")
-    with pytest.raises(TypeError, match=r"of equinox \d.*hashable_partition.*by jax\.jit"):
-        sr.prove(step, x, shapes, on=mesh)

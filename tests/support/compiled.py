@@ -1,4 +1,4 @@
-"""A step that is compiled to its end, on a mesh of devices or on those of its arguments."""
+"""A step that is lowered, or compiled to its end, on a mesh of devices or on those of its arguments."""
 
 from typing import Any
 
@@ -6,7 +6,12 @@ from shardrules._program.compiler import compile_whole
 from shardrules._program.lowering import lowering_on, target_mesh
 
 
+def lowered_on(mesh: Any, step: Any, *args: Any) -> Any:
+    """Return what JAX lowers."""
+    return lowering_on(mesh, step, args).lowered
+
+
 def compiled_on(step: Any, *args: Any, on: Any = None) -> Any:
     """Return what JAX compiles, for `verify` and `inspect`."""
     mesh = None if on is None else target_mesh(on, args)
-    return compile_whole(lowering_on(mesh, step, args).lowered, mesh)
+    return compile_whole(lowered_on(mesh, step, *args), mesh)

@@ -6,52 +6,56 @@ import gzip
 import os
 import subprocess
 import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._program import cache
+from shardrules._program import compiler
+from shardrules._program.memory import Refusal
+from tests.support.compiled import lowered_on
 from tests.tpu.marks import needs_libtpu
-from tests.tpu.test_prove import RULES, SIZES, batch, cpu_mesh, params, step
+from tests.tpu.test_prove import RULES, SIZES, batch, params, step
+
+pytestmark = needs_libtpu
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Set the folder of the cache, which is for the CPU devices of tests, too."""
     monkeypatch.setenv("SHARDRULES_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "topology_of", lambda _: True)
     return tmp_path / "cache"
 
 
-def entries(folder):
-    return sorted(folder.glob("*.gz"))
+@pytest.fixture
+def is_kept(monkeypatch):
+    """is_kept(function, ...): finish a step, which is not compiled in truth, and say whether the cache has had it."""
+
+    class Whole:
+        def as_text(self):
+            return "HloModule m, is_scheduled=true\n\nENTRY e () -> f32[] {\n}\n"
+
+    monkeypatch.setattr(compiler, "compile_whole", lambda *_: Whole())
+
+    def is_kept(function=lambda x: x * 2, spec=P("x"), name="v5e:2x2", **options):
+        mesh = sr.Topology(name).mesh(x=4)
+        x = jax.ShapeDtypeStruct((8, 8), "float32", sharding=NamedSharding(mesh, spec))
+        with ThreadPoolExecutor(1) as thread:  # where no line of a test is a part of the program
+            lowered = thread.submit(lowered_on, mesh, jax.jit(function, **options), x).result()
+        return compiler.finished(lowered, mesh).compiled is None
+
+    return is_kept
 
 
 def double(x):
     return x * 2
 
 
-def lowered(mesh, function=double, spec=P("fsdp"), **options):
-    x = jax.ShapeDtypeStruct((8, 8), "float32", sharding=NamedSharding(mesh, spec))
-    return jax.jit(function, **options).lower(x)
-
-
-def is_kept(mesh, function=double, **options):
-    """Finish a step, and say whether the cache has had it."""
-    result = cache.finished(lowered(mesh, function, **options), mesh, is_kept=True)
-    assert result.text.startswith("HloModule")
-    return result.compiled is None
-
-
-@needs_libtpu
-def test_the_same_step_for_a_topology_is_compiled_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("SHARDRULES_CACHE", str(tmp_path))
+def test_the_same_step_for_a_topology_is_compiled_once(folder):
     topology = sr.Topology("v5e:2x4")
     mesh = topology.mesh(SIZES)
     plan = sr.plan(params(), RULES, mesh)
@@ -66,164 +70,65 @@ def test_the_same_step_for_a_topology_is_compiled_once(tmp_path, monkeypatch):
     assert first.time.computing > 0
     assert "s, as its code was in the cache" in str(second)
     assert second.to_json() == first.to_json() | {"is_cached": True, "seconds": second.seconds}
-    assert len(entries(tmp_path)) == 1
+    assert (len([*folder.iterdir()]), folder.stat().st_mode & 0o077) == (1, 0)
 
 
 def with_constant(value):
     return lambda x: x * jnp.asarray(np.full((8, 8), value, np.float32))
 
 
-def test_what_differs_is_compiled_again(folder, monkeypatch):
-    mesh = cpu_mesh()
-    assert not is_kept(mesh)
-    assert is_kept(mesh)
-    assert not is_kept(Mesh(mesh.devices[::-1], mesh.axis_names))
-    whole, cut = NamedSharding(mesh, P()), NamedSharding(mesh, P("tp"))
-    for other in (
-        {"function": with_constant(2)}, {"function": with_constant(3)}, {"donate_argnums": 0},
-        {"out_shardings": whole}, {"out_shardings": cut}, {"spec": P("tp")},
-        {"compiler_options": {"xla_cpu_enable_fast_math": True}},
+def test_what_differs_is_compiled_again(folder, is_kept, monkeypatch):
+    assert [is_kept(double), is_kept(double)] == [False, True]
+    whole = NamedSharding(sr.Topology("v5e:2x2").mesh(x=4), P())
+    for function, other in (
+        (with_constant(2), {}), (with_constant(3), {}), (double, {"donate_argnums": 0}), (double, {"spec": P()}),
+        (double, {"out_shardings": whole}), (double, {"compiler_options": {"xla_tpu_scoped_vmem_limit_kib": "9"}}),
+        (double, {"name": "v5p:2x2x1"}),
     ):  # fmt: skip
-        assert not is_kept(mesh, **other), other
-    for change in (
-        lambda m: m.setattr(cache, "version", lambda _: "0.0.1"),
-        lambda m: m.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_some=1"),
-        lambda m: m.setattr(cache, "device_identity", lambda _: "v5e:4x4"),
-    ):
+        assert not is_kept(function, **other), other
+    with monkeypatch.context() as changed:
+        changed.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_some=1")
+        assert not is_kept(double)
+    monkeypatch.setattr(jax, "__version__", "0.0.1")
+    assert not is_kept(double)
+    assert len([*folder.iterdir()]) == 10
+
+
+@pytest.mark.parametrize("damage", [
+    lambda data: b"", lambda data: data[: len(data) // 2], lambda data: data[:20] + b"\0" + data[21:],
+    lambda data: b"HloModule", lambda data: gzip.compress(b"\x80\x04\x95"), lambda data: gzip.compress(b""),
+])  # fmt: skip
+def test_a_damaged_entry_is_made_anew(folder, is_kept, damage):
+    assert not is_kept(double)
+    (path,) = folder.iterdir()
+    path.write_bytes(damage(path.read_bytes()))
+    assert [is_kept(double), is_kept(double)] == [False, True]
+
+
+def test_the_oldest_entries_go(folder, is_kept, monkeypatch):
+    monkeypatch.setattr(compiler, "_MOST_KEPT", 2)
+    kept = [is_kept(with_constant(value)) for value in (2, 3, 4, 4, 3, 2)]
+    assert kept == [False, False, False, True, True, False]
+    assert len([*folder.iterdir()]) == 2
+
+
+def test_what_is_not_kept(folder, is_kept, monkeypatch, tmp_path):
+    for name, value in (("SHARDRULES_CACHE", ""), ("SHARDRULES_CACHE", "off"), ("LIBTPU_INIT_ARGS", "--xla_dump_to=x")):
         with monkeypatch.context() as changed:
-            change(changed)
-            assert not is_kept(mesh)
-    assert is_kept(mesh)
-    assert len(entries(folder)) == 12
-
-
-def damaged(data):
-    changed, text = bytearray(data), gzip.decompress(data)
-    changed[len(data) // 2] ^= 1
-    yield "empty", b""
-    yield "cut", data[: len(data) // 2]
-    yield "one bit", bytes(changed)
-    yield "not gzip", b"HloModule"
-    yield "a pickle", gzip.compress(b"\x80\x04\x95")
-    yield "no text", gzip.compress(b"")
-    yield "text that ends too early", gzip.compress(text[:40])
-    yield "a bomb", gzip.compress(b"{" + b" " * 2**20)
-
-
-def test_a_damaged_entry_is_made_anew(folder, monkeypatch):
-    mesh = cpu_mesh()
-    assert not is_kept(mesh)
-    (path,) = entries(folder)
-    good = path.read_bytes()
-    monkeypatch.setattr(cache, "_MOST_UNPACKED", len(gzip.decompress(good)) + 100)
-    cases = dict(damaged(good))
-    for name, data in cases.items():
-        path.write_bytes(data)
-        assert not is_kept(mesh), name
-        assert is_kept(mesh), name  # it was replaced
-    assert entries(folder) == [path]
-
-
-def test_the_oldest_entries_go(folder, monkeypatch):
-    mesh = cpu_mesh()
-    folder.mkdir()
-    other = folder / "notes.txt"
-    other.write_bytes(bytes(10**5))
-    steps = {number: with_constant(number) for number in range(2, 12)}
-    assert not is_kept(mesh, steps[2])
-    (oldest,) = entries(folder)
-    size = oldest.stat().st_size
-    monkeypatch.setattr(cache, "_LIMIT", 4 * size + 100)
-    for age, number in enumerate((3, 4, 5)):
-        assert not is_kept(mesh, steps[number])
-        for path in entries(folder):
-            os.utime(path, (time.time() - 100 + age,) * 2) if path != oldest else None
-    os.utime(oldest, (1, 1))
-    assert is_kept(mesh, steps[2])  # it is in use
-    for number in range(6, 12):
-        assert not is_kept(mesh, steps[number])
-        assert sum(path.stat().st_size for path in entries(folder)) <= 4 * size + 100
-        assert is_kept(mesh, steps[2])
-    assert not is_kept(mesh, steps[3])
-    assert other.stat().st_size == 10**5  # is no entry
-
-
-@pytest.mark.parametrize("name", ["", "off"])
-def test_it_can_be_off(folder, monkeypatch, name):
-    monkeypatch.setenv("SHARDRULES_CACHE", name)
-    assert [is_kept(cpu_mesh()), is_kept(cpu_mesh())] == [False, False]
-    assert not folder.exists()
-
-
-def test_where_it_is(folder, monkeypatch, tmp_path):
-    assert cache._folder() == folder
-    monkeypatch.delenv("SHARDRULES_CACHE")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for base in ("", "not/absolute"):
-        monkeypatch.setenv("XDG_CACHE_HOME", base)
-        assert cache._folder() == tmp_path / ".cache" / "shardrules"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache._folder() == tmp_path / "xdg" / "shardrules"
-
-
-def test_what_is_not_kept(folder, monkeypatch, tmp_path):
-    mesh = cpu_mesh()
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--xla_dump_to={tmp_path}")
-    assert [is_kept(mesh), is_kept(mesh)] == [False, False]  # what is to be dumped has to be made
-    monkeypatch.delenv("LIBTPU_INIT_ARGS")
-    assert cache.finished(lowered(mesh), mesh, is_kept=False).compiled is not None
-    refusal = cache.Refusal(20 * 10**9, 16 * 10**9, "")
+            changed.setenv(name, value)
+            assert [is_kept(double), is_kept(double)] == [False, False]
+    refusal = Refusal(20 * 10**9, 16 * 10**9, "")
     with monkeypatch.context() as refused:
-        refused.setattr(cache, "compile_whole", lambda *_: refusal)
-        assert cache.finished(lowered(mesh), mesh, is_kept=True) == refusal
-    monkeypatch.undo()
-    monkeypatch.setenv("SHARDRULES_CACHE", str(folder))
-    assert cache.finished(lowered(mesh), mesh, is_kept=True).compiled is not None  # not described
+        refused.setattr(compiler, "compile_whole", lambda *_: refusal)
+        with pytest.raises(AttributeError):  # a refusal has no code
+            is_kept(double)
     assert not folder.exists()
-
-
-def test_a_folder_that_cannot_be_written_is_no_failure(folder, monkeypatch):
-    mesh = cpu_mesh()
-
-    def refuse(*_, **__):
-        raise PermissionError(13, "Permission denied")
-
-    with monkeypatch.context() as without_right:
-        without_right.setattr(cache, "replace_file", refuse)
-        assert not is_kept(mesh)
-    assert entries(folder) == []
-    folder.rmdir()
     folder.write_text("a file is in its place")
-    assert not is_kept(mesh)
-    folder.unlink()
-    assert not is_kept(mesh)
-    monkeypatch.setattr(os, "utime", refuse)  # a disk that can only be read
-    assert is_kept(mesh)
-
-
-def test_a_folder_that_is_not_the_user_s_alone_is_neither_read_nor_written(folder):
-    mesh, nobody = cpu_mesh(), 65534
-    assert not is_kept(mesh)
-    (path,) = entries(folder)
-    before = path.stat()
-    folder.chmod(0o1777)
-    assert not is_kept(mesh)
-    folder.chmod(0o770)
-    assert is_kept(mesh)
-    if getattr(os, "geteuid", lambda: 1)() == 0:  # only root gives files away
-        os.chown(folder, nobody, -1)
-        assert not is_kept(mesh)
-    assert (path.stat().st_ino, path.stat().st_size) == (before.st_ino, before.st_size)
-
-
-def test_an_entry_is_not_written_through_a_link(folder, tmp_path):
-    mesh = cpu_mesh()
-    assert not is_kept(mesh)
-    (path,) = entries(folder)
-    path.unlink()
-    path.symlink_to(tmp_path / "absent")
-    assert not is_kept(mesh)
-    assert (path.is_symlink(), (tmp_path / "absent").exists()) == (False, False)
+    assert not is_kept(double)
+    monkeypatch.delenv("SHARDRULES_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert not is_kept(double)
+    assert len([*(tmp_path / "xdg" / "shardrules").iterdir()]) == 1
 
 
 PROGRAM = """
@@ -234,9 +139,8 @@ print(sr.prove(lambda p: p["w"] * 2, plan, on=mesh, time=True).is_cached)
 """
 
 
-@needs_libtpu
 def test_processes_share_it(tmp_path):
-    environment = {**os.environ, "SHARDRULES_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "SHARDRULES_CACHE": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"}
     script = tmp_path / "script.py"  # the lines of the program are a part of an entry
     script.write_text(PROGRAM)
 
@@ -246,5 +150,4 @@ def test_processes_share_it(tmp_path):
     for process in [start(), start()]:  # at once
         assert process.communicate(timeout=300)[0] in ("False\n", "True\n")
         assert process.returncode == 0
-    assert len(entries(tmp_path)) == 1
     assert start().communicate(timeout=300)[0] == "True\n"

@@ -86,6 +86,8 @@ def test_without_a_slice_xla_for_cpu_is_asked(run):
     assert " on fsdp=4 by XLA for CPU: a TPU's partitioner may choose otherwise" in out
     code, _, err = run("step_on", "--mesh", "fsdp=4", "--slices", "2")
     assert (code, "'--slices' needs '--on'" in err) == (2, True)
+    code, _, err = run("step_on", "--mesh", "fsdp=4", "--time")
+    assert (code, "'--time' needs '--on'" in err) == (2, True)
     code, _, err = run("step_on", "--mesh", "fsdp=4", "--axis-types", "manual")
     assert (code, "--axis-types" in err) == (2, True)
 

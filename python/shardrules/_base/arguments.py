@@ -90,6 +90,9 @@ def check_share(name: str, value: Any, example: str) -> None:
 def byte_size(name: str, value: Any) -> int:
     """Return bytes that are given as a number or a text such as "95GB"."""
     if isinstance(value, str):
+        text = value.strip()
+        if text.isdecimal() and 0 < int(text) < _LEAST_MEMORY:
+            raise ValueError(f"{name} is {value!r}: that is {text} bytes; write '{text}GB'")
         try:
             value = byte_count(value)
         except ValueError as error:

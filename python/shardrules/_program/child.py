@@ -108,7 +108,10 @@ def main(folder: Path, request: dict[str, Any]) -> None:
             module, options, request["overrides"], request["device_ids"]
         )
         devices = jax_names.devices_without_jax(topology, request["library"], len(asked.device_ids))
-        jax_names.compile_dumped(asked, devices, str(dump))
+        jax_names.compile_input(
+            asked, devices,
+            xla_dump_to=str(dump), xla_dump_hlo_as_proto=True, xla_dump_hlo_as_text=True,
+        )  # fmt: skip
     except BaseException:
         # For a custom call XLA for CPU has no code.
         if platform != "cpu" or not written(dump, platform):

@@ -8,6 +8,8 @@ no backend, thread, or change of the environment.
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import json
 import os
 import re
@@ -15,9 +17,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, NamedTuple, TypeVar
@@ -26,19 +30,20 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Compiled
 
+from shardrules._base.io import replace_file
 from shardrules._base.text import printable_lines
 from shardrules._place.mesh import has_devices
 from shardrules._program import child
+from shardrules._program.hlo import check_hlo
 from shardrules._program.jax_names import (
-    CompilerInput,
     compiler_input,
-    dumped_specs,
     lowered_shardings,
-    module_text,
+    module_of,
+    result_specs,
 )
 from shardrules._program.libraries import StoredProgram, boxed, inner_of
 from shardrules._program.memory import LiveRanges, Refusal, refused_bytes
-from shardrules._program.topologies.topology import Topology, topology_of
+from shardrules._program.topologies.topology import device_identity, topology_of
 from shardrules._program.topologies.tpu import ENVIRONMENT, Slices, libtpu_path
 
 _Case = TypeVar("_Case")
@@ -50,6 +55,9 @@ _AT_ONCE: Final = 2
 LIMIT: Final = 1200.0
 """Seconds after which the child is ended: it hangs, or the step is too large for this machine."""
 _LAST_WORDS: Final = 2000
+_MOST_KEPT: Final = 100
+"""Texts in the cache; those that are oldest go."""
+_FLAGS: Final = ("XLA_", "LIBTPU_", "TPU_")
 _PACKAGES: Final = ("shardrules", "jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "scipy")
 """What children import."""
 # What a user dumps is not to be mixed up with ours.
@@ -70,16 +78,10 @@ class CompilerAnswer(NamedTuple):
     """What XLA has written to standard error."""
 
 
-_NO_SHARDINGS: Final = (
-    "this version of JAX does not say how the results of the step are sharded: give jax.jit "
-    "out_shardings=..., or prove(..., time=True), which compiles the step to its end"
-)
-
-
 def asked_compiler(lowered: Any, mesh: Any) -> AskedCompiler | None:
-    """Start what makes a lowered step, in a child process; None if no child can be asked.
+    """Start what makes a lowered step, in a child process; None for devices that have none.
 
-    None is for GPUs and for TPUs that are there, and where this JAX hides what a compiler needs.
+    Those are GPUs, and TPUs that are there.
 
     Args:
         lowered: JAX's own, or that of flax or equinox.
@@ -88,12 +90,9 @@ def asked_compiler(lowered: Any, mesh: Any) -> AskedCompiler | None:
     Raises:
         ImportError: The mesh is of described TPUs, and libtpu is not installed.
         OSError: There is no room for its files.
+        RuntimeError: This JAX hides what a compiler needs.
     """
-    if not has_child(mesh):
-        return None
-    inner, topology = inner_of(lowered), topology_of(mesh)
-    asked = None if inner is None else compiler_input(inner)
-    return None if asked is None else AskedCompiler(asked, lowered, topology, mesh)
+    return AskedCompiler(lowered, mesh) if has_child(mesh) else None
 
 
 class Child:
@@ -155,12 +154,11 @@ class Child:
 class AskedCompiler:
     """A child process that compiles a step; it and its files are gone when this is closed."""
 
-    def __init__(
-        self, asked: CompilerInput, lowered: Any, topology: Topology | None, mesh: Any
-    ) -> None:
-        self._lowered, self._topology, self._mesh = lowered, topology, mesh
-        slices = topology and topology._layout
+    def __init__(self, lowered: Any, mesh: Any) -> None:
+        self._lowered, self._topology, self._mesh = lowered, topology_of(mesh), mesh
+        slices = self._topology and self._topology._layout
         assert slices is None or isinstance(slices, Slices)
+        asked = compiler_input(inner_of(lowered))
         self._child = Child(_environment(slices))
         try:
             (self._child.folder / "module.bc").write_bytes(asked.module)
@@ -209,22 +207,21 @@ class AskedCompiler:
         dump = folder / "dump"
         files = [next(dump.glob(f"*{name}"), None) for name in child.FILES]
         proto, report, buffers = (b"" if file is None else file.read_bytes() for file in files)
-        text, total = module_text(proto), _TOTAL.search(report.decode("utf-8", "replace"))
+        module, total = module_of(proto), _TOTAL.search(report.decode("utf-8", "replace"))
+        text = module.to_string() if module else ""
         ranges = "".join(f.read_text("utf-8", "replace") for f in dump.glob("*-live-range.txt"))
         live = LiveRanges(ranges, buffers.decode("utf-8", "replace"))
         if numbers is not None:
             return Refusal(*numbers, text, live)
-        if None in files:
-            raise OSError(
-                f"XLA has not written what it makes of the step to {folder}: is there room?"
-            )
         if not text or total is None:
-            raise OSError(f"what XLA has written to {folder} is cut: is there room?")
+            raise OSError(
+                f"XLA has not written all that it makes of the step to {folder}: is there room?"
+            )
         peak = int(total[1])
         if topology is not None and peak > (available := topology.hardware.memory_bytes):
             return Refusal(peak, available, text, live)
         inner = inner_of(self._lowered)
-        inputs, outputs = _shardings(inner, self._mesh, proto)
+        inputs, outputs = _shardings(inner, self._mesh, module)
         stored = StoredProgram(inner, inputs, outputs, text, peak=peak, live=live)
         return CompilerAnswer(boxed(self._lowered, stored), peak, stderr)
 
@@ -270,27 +267,74 @@ def results_in_order(
 
 def compile_whole(lowered: Any, mesh: Any) -> Compiled | Refusal:
     """Compile a lowered step to its end in this process, as it will run."""
-    # What is compiled for described devices, JAX can write to its cache and cannot read.
-    with without_jax_cache() if topology_of(mesh) is not None else nullcontext():
-        try:
-            return lowered.compile()  # type: ignore[no-any-return]
-        except Exception as error:
-            numbers = refused_bytes(str(error))
-            if numbers is None:
-                raise _noted(error) from None
+    config: Any = jax.config
+    name = "jax_enable_compilation_cache"
+    before, is_described = getattr(config, name), topology_of(mesh) is not None
+    if is_described:  # of which JAX can write its cache, and cannot read it
+        config.update(name, False)
+    try:
+        return lowered.compile()  # type: ignore[no-any-return]
+    except Exception as error:
+        numbers = refused_bytes(str(error))
+        if numbers is None:
+            raise _noted(error) from None
+    finally:
+        if is_described:
+            config.update(name, before)
     return Refusal(*numbers)
 
 
-@contextmanager
-def without_jax_cache() -> Iterator[None]:
-    """Let JAX neither read nor write its cache of compiled programs, for a while."""
-    config: Any = jax.config
-    before = config.jax_enable_compilation_cache
-    config.update("jax_enable_compilation_cache", False)
-    try:
-        yield
-    finally:
-        config.update("jax_enable_compilation_cache", before)
+class Finished(NamedTuple):
+    """What the compiler has made of a step, to its end."""
+
+    text: str
+    """The module, which has the compiler's cycles; "" where the backend does not show it."""
+    seconds: float
+    """Time that it took to compile, or to read."""
+    compiled: Any = None
+    """A Compiled, of JAX or of flax; None if the cache has had the text."""
+
+
+def finished(lowered: Any, mesh: Any) -> Finished | Refusal:
+    """Compile a lowered step to its end, and of described TPUs keep its text, or read it.
+
+    The folder has gzipped texts, which are read and never unpickled. What is not understood is
+    compiled again.
+    """
+    path, begin = _kept_file(lowered, mesh), time.perf_counter()
+    if path is not None:
+        with suppress(OSError, EOFError, zlib.error, ValueError):  # none, or a damaged one
+            text = gzip.decompress(path.read_bytes()).decode()
+            check_hlo(text)
+            return Finished(text, time.perf_counter() - begin)
+    compiled = compile_whole(lowered, mesh)
+    if isinstance(compiled, Refusal):
+        return compiled
+    seconds = time.perf_counter() - begin
+    text = getattr(compiled, "compiled", compiled).as_text() or ""
+    if path is not None:
+        with suppress(OSError):  # such as no room, or no right to write
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_file(path, gzip.compress(text.encode(), mtime=0))
+            entries = sorted(path.parent.glob("*.gz"), key=lambda entry: entry.stat().st_mtime)
+            for entry in entries[:-_MOST_KEPT]:
+                entry.unlink()
+    return Finished(text, seconds, compiled)
+
+
+def _kept_file(lowered: Any, mesh: Any) -> Path | None:
+    """Return the file for a lowered step, JAX's version and the flags; None for none."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = os.environ.get("SHARDRULES_CACHE", f"{base}/shardrules")
+    topology = topology_of(mesh)
+    if folder in ("", "off") or topology is None or not isinstance(topology._layout, Slices):
+        return None
+    flags = {name: text for name, text in os.environ.items() if name.startswith(_FLAGS)}
+    asked = compiler_input(inner_of(lowered))
+    if "xla_dump" in f"{flags} {asked.overrides}":
+        return None  # what is to be dumped has to be made
+    facts = device_identity(mesh), jax.__version__, sorted(flags.items()), asked
+    return Path(folder, f"{hashlib.sha256(repr(facts).encode()).hexdigest()}.gz")
 
 
 def is_of_cpus(mesh: Any) -> bool:
@@ -322,20 +366,20 @@ def crash_text(what: str, code: int, stderr: str) -> str:
     return printable_lines(lines)
 
 
-def _shardings(inner: Any, mesh: Any, proto: bytes) -> tuple[list[Any], list[Any]]:
+def _shardings(inner: Any, mesh: Any, module: Any) -> tuple[list[Any], list[Any]]:
     """Return the shardings of a step's arguments and results, which XLA has chosen or was told."""
-    shardings = lowered_shardings(inner)
-    if shardings is None:
-        raise RuntimeError(_NO_SHARDINGS)
-    inputs, outputs = shardings
+    inputs, outputs = lowered_shardings(inner)
     if None in outputs and mesh is not None:
-        specs = [PartitionSpec()] if mesh.size == 1 else dumped_specs(proto, mesh) or []
+        specs = [PartitionSpec()] if mesh.size == 1 else result_specs(module, mesh)
         specs *= len(outputs) if len(specs) == 1 else 1  # XLA has one for equal ones
         if len(specs) != len(outputs):
-            raise RuntimeError(_NO_SHARDINGS)
-        by_xla = (NamedSharding(mesh, spec) for spec in specs)
-        pairs = zip(outputs, by_xla, strict=True)
-        outputs = [sharding or of_xla for sharding, of_xla in pairs]
+            raise RuntimeError(
+                "this version of JAX does not say how the results of the step are sharded: give "
+                "jax.jit out_shardings=..., or prove(..., time=True), which compiles the step to "
+                "its end"
+            )
+        pairs = zip(outputs, specs, strict=True)
+        outputs = [sharding or NamedSharding(mesh, spec) for sharding, spec in pairs]
     return inputs, outputs
 
 

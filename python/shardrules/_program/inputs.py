@@ -46,16 +46,6 @@ class PlannedSharding(NamedTuple):
     is_of_plan: bool = False
 
 
-class _PlanLeaves(NamedTuple):
-    """Leaves of a plan in the order of a structure."""
-
-    of_kind: list[PlannedSharding]
-    structure: Any
-    rows: list[int]
-    targets: list[PlannedSharding | None]
-    shapes: list[Any]
-
-
 def planned_targets(
     executable: Executable, inputs: Any, outputs: Any
 ) -> tuple[list[PlannedSharding | None], list[PlannedSharding | None]]:
@@ -73,135 +63,107 @@ def planned_targets(
         TypeError: It is no tuple, or has something else in it.
         ValueError: It does not fit the arguments, or a plan the mesh.
     """
-    plans: dict[int, _PlanLeaves] = {}
-    of_inputs = _SideTargets(executable.inputs, executable, plans)
-    _fill_arguments(of_inputs, executable.inputs, inputs)
-    of_outputs = _SideTargets(executable.outputs, executable, plans)
+    of_inputs = _SideTargets(executable.inputs, executable)
+    of_inputs.fill_arguments(inputs)
+    of_outputs = _SideTargets(executable.outputs, executable)
     of_outputs.fill("outputs", outputs, executable.outputs.treedef)
     updated = [of_inputs.targets[before] for before, _ in executable.call.updates]
     return of_inputs.targets, of_outputs.targets + updated
 
 
-def _fill_arguments(targets: _SideTargets, side: Side, plans: Any) -> None:
-    names = ", ".join(side.keywords)
-    count = len(side.subtrees) - len(side.keywords)
-    check_entries(plans, count)
-    if len(plans) not in (count, count + bool(names)):
-        keywords = f", and with keyword arguments, for which a dict may follow: {names}"
-        raise _misfit(
-            f"inputs has {counted(len(plans), 'entry')}; the function was lowered with {count} "
-            f"positional arguments{keywords if names else ''}"
-        )
-    by_name = plans[count] if len(plans) > count else {}
-    places = [f"inputs[{i}]" for i in range(count)]
-    places += [f"inputs[{count}][{name!r}]" for name in side.keywords]
-    if not isinstance(by_name, Mapping) or not set(by_name) <= set(side.keywords):
-        raise _misfit(
-            f"inputs[{count}] is {brief(by_name)}; it must be a dict for these keyword arguments: "
-            f"{names}"
-        )
-    for at, plan, (treedef, _) in zip(places, side.plans_of(plans), side.subtrees, strict=True):
-        targets.fill(at, plan, treedef)
-
-
-def _plan_leaves(
-    plan: Plan, of_kind: list[PlannedSharding], structure: Any, rows: list[int]
-) -> _PlanLeaves:
-    kind_of = plan.kind_of[rows].tolist()
-    shapes = [kind.shape for kind in plan.kinds]
-    return _PlanLeaves(
-        of_kind,
-        structure,
-        rows,
-        targets=[of_kind[kind] for kind in kind_of],
-        shapes=[shapes[kind] for kind in kind_of],
-    )
-
-
 class _SideTargets:
     """Targets of a side, filled in subtree by subtree."""
 
-    def __init__(self, side: Side, executable: Executable, plans: dict[int, _PlanLeaves]) -> None:
+    def __init__(self, side: Side, executable: Executable) -> None:
         self.targets: list[PlannedSharding | None] = []
-        self._side = side
-        self._executable = executable
-        self._plans = plans
+        self._side, self._executable = side, executable
         self._records: dict[int, PlannedSharding] = {}
-        self._types = (PartitionSpec, Sharding)
         self._verb = "takes" if side.name == "inputs" else "returns"
+
+    def fill_arguments(self, plans: Any) -> None:
+        """Fill in the leaves of all arguments."""
+        side = self._side
+        names = ", ".join(side.keywords)
+        count = len(side.subtrees) - len(side.keywords)
+        check_entries(plans, count)
+        if len(plans) not in (count, count + bool(names)):
+            keywords = f", and with keyword arguments, for which a dict may follow: {names}"
+            raise _misfit(
+                f"inputs has {counted(len(plans), 'entry')}; the function was lowered with {count} "
+                f"positional arguments{keywords if names else ''}"
+            )
+        by_name = plans[count] if len(plans) > count else {}
+        if not isinstance(by_name, Mapping) or not set(by_name) <= set(side.keywords):
+            raise _misfit(
+                f"inputs[{count}] is {brief(by_name)}; it must be a dict for these keyword "
+                f"arguments: {names}"
+            )
+        places = [f"inputs[{i}]" for i in range(count)]
+        places += [f"inputs[{count}][{name!r}]" for name in side.keywords]
+        for at, plan, (treedef, _) in zip(places, side.plans_of(plans), side.subtrees, strict=True):
+            self.fill(at, plan, treedef)
 
     def fill(self, at: str, plan: Any, treedef: Any) -> None:
         """Fill in the leaves of a subtree; errors name it by `at`."""
-        count = treedef.num_leaves
-        if plan is None:
-            self.targets += [None] * count
-        elif isinstance(plan, Plan):
-            self.targets += self._of_plan(at, plan, treedef)
-        elif isinstance(plan, self._types):
-            self.targets += [self._record(at, plan)] * count
-        else:
+        if not _is_entry(plan):
             check_decided(at, plan, f"shardrules.plan(tree, rules, mesh); or {PLANNED}")
-            leaves, structure = tree_util.tree_flatten(plan)
-            types = set(map(type, leaves))
-            if structure == treedef and all(issubclass(of_leaf, self._types) for of_leaf in types):
-                self.targets += [self._record(at, leaf) for leaf in leaves]
-            else:
-                self._fill_children(at, plan, treedef)
-
-    def _fill_children(self, at: str, plan: Any, treedef: Any) -> None:
-        children, tree = tree_util.tree_flatten_with_path(plan, lambda node: node is not plan)
-        root: Any = tree
-        if root.num_nodes == 1:
-            raise TypeError(f"{at} is {shown(plan)}; give {PLANNED}")
-        if root.node_data() != treedef.node_data() or len(children) != len(treedef.children()):
+        entries, structure = tree_util.tree_flatten_with_path(plan, is_leaf=_is_entry)
+        prefix: Any = structure
+        for keys, entry in entries:
+            if not _is_entry(entry):
+                raise TypeError(f"{at}{tree_util.keystr(keys)} is {shown(entry)}; give {PLANNED}")
+        numbers = treedef.unflatten(range(treedef.num_leaves))
+        try:
+            parts = prefix.flatten_up_to(numbers)
+        except ValueError as error:
+            paths = [keys for keys, _ in tree_util.tree_flatten_with_path(numbers)[0]]
+            nodes = {keys[:count] for keys in paths for count in range(len(keys) + 1)}
+            unknown = next((keys for keys, _ in entries if keys not in nodes), ())
             raise _misfit(
-                f"{at}: the structure is not that of the {self._side.name}: {brief(root)} is "
-                f"planned, and there is {brief(treedef)}"
-            )
-        for (key, child), child_def in zip(children, treedef.children(), strict=True):
-            self.fill(at + tree_util.keystr(key), child, child_def)
+                f"{at}{tree_util.keystr(unknown)}: the structure is not that of the "
+                f"{self._side.name}: {error}"
+            ) from None
+        for (keys, entry), part in zip(entries, parts, strict=True):
+            if isinstance(entry, Plan):
+                place = at + tree_util.keystr(keys)
+                self.targets += self._of_plan(place, entry, tree_util.tree_structure(part))
+            else:
+                target = None if entry is None else self._record(at, entry)
+                self.targets += [target] * len(tree_util.tree_leaves(part))
 
     def _record(self, at: str, planned: Any) -> PlannedSharding:
         if id(planned) not in self._records:
+            kind, sharding = None, planned
             if is_partition_spec(planned):
-                record = PlannedSharding(
-                    NamedSharding(self._mesh(at, None), as_partition_spec(planned)), None
-                )
+                sharding = NamedSharding(self._mesh(at, None), as_partition_spec(planned))
             elif isinstance(planned, NamedSharding) and not isinstance(planned.mesh, Mesh):
-                mesh = self._mesh(at, dict(planned.mesh.shape))
-                record = PlannedSharding(NamedSharding(mesh, planned.spec), planned.memory_kind)
+                mesh, kind = self._mesh(at, dict(planned.mesh.shape)), planned.memory_kind
+                sharding = NamedSharding(mesh, planned.spec)
             else:
-                record = PlannedSharding(planned, memory_apart(planned))
-            self._records[id(planned)] = record
+                kind = memory_apart(planned)
+            self._records[id(planned)] = PlannedSharding(sharding, kind)
         return self._records[id(planned)]
 
-    def _of_plan(self, at: str, plan: Plan, treedef: Any) -> list[PlannedSharding | None]:
-        leaves = plan._leaves
-        if id(plan) not in self._plans:
-            rows, structure = leaves.flat
-            self._plans[id(plan)] = _plan_leaves(plan, self._of_kind(at, plan), structure, rows)
-        planned = self._plans[id(plan)]
-        if planned.structure != treedef:
+    def _of_plan(self, at: str, plan: Plan, treedef: Any) -> list[PlannedSharding]:
+        rows, structure = plan._leaves.flat
+        if structure != treedef:
             rows = self._rows_by_paths(at, plan, treedef)
-            planned = _plan_leaves(plan, planned.of_kind, treedef, rows)
+        kinds = plan.kind_of[rows].tolist()
         begin = len(self.targets)
         shapes = self._side.shapes[begin : begin + treedef.num_leaves]
-        if planned.shapes != shapes:
-            pairs = zip(planned.rows, planned.shapes, shapes, strict=True)
-            row, shape, actual = next(pair for pair in pairs if pair[1] != pair[2])
-            raise _misfit(
-                f"{at}: the plan is for other shapes: {leaves.paths[row]} is planned as {shape}, "
-                f"and there is {actual}; plan the tree that the function {self._verb}"
-            )
-        return planned.targets
-
-    def _of_kind(self, at: str, plan: Plan) -> list[PlannedSharding]:
+        for row, kind, shape in zip(rows, kinds, shapes, strict=True):
+            if plan.kinds[kind].shape != shape:
+                raise _misfit(
+                    f"{at}: the plan is for other shapes: {plan.paths[row]} is planned as "
+                    f"{plan.kinds[kind].shape}, and there is {shape}; plan the tree that the "
+                    f"function {self._verb}"
+                )
         planned = plan.mesh
         if has_devices(planned) and not is_of_other_kind(self._executable, planned):
             mesh: Any = planned
         else:
             mesh = self._mesh(at, sized_mesh(planned).axis_sizes)
-        return [
+        of_kind = [
             PlannedSharding(
                 NamedSharding(mesh, as_partition_spec(spec)),
                 kind.memory_kind,
@@ -210,6 +172,7 @@ class _SideTargets:
             )
             for spec, kind in zip(kind_specs(plan), plan.kinds, strict=True)
         ]
+        return [of_kind[kind] for kind in kinds]
 
     def _rows_by_paths(self, at: str, plan: Plan, treedef: Any) -> list[int]:
         """Find the plan's row for each leaf of another structure, by paths."""
@@ -226,16 +189,13 @@ class _SideTargets:
             for row in aligned.missing
             if plan.kinds[plan.kind_of[row]].shape is not None
         ]
-        others = {
-            "lacks the leaf": (lacking, aligned.reference_paths),
-            "has the leaf": (absent, paths),
-        }
-        for words, (unmatched, near) in others.items():
-            for path in unmatched[:1]:
-                raise _misfit(
-                    f"{at}: the plan is for another tree: it {words} {path or _BARE}"
-                    f"{near_shown(path, near)}; plan the tree that the function {self._verb}"
-                )
+        if lacking or absent:
+            words, near = ("lacks", aligned.reference_paths) if lacking else ("has", paths)
+            path = (lacking or absent)[0]
+            raise _misfit(
+                f"{at}: the plan is for another tree: it {words} the leaf {path or _BARE}"
+                f"{near_shown(path, near)}; plan the tree that the function {self._verb}"
+            )
         return [aligned.rows[row] for row in tree_util.tree_leaves(aligned.leaves.tree)]
 
     def _mesh(self, at: str, axis_sizes: Mapping[str, int] | None) -> AnyMesh:
@@ -252,6 +212,10 @@ class _SideTargets:
                 f"{mesh_shown(mesh.shape)}; give plan.on_mesh(mesh)"
             )
         return mesh
+
+
+def _is_entry(node: Any) -> bool:
+    return node is None or isinstance(node, Plan | PartitionSpec | Sharding)
 
 
 def is_of_other_kind(executable: Executable, mesh: Any) -> bool:

@@ -1,12 +1,10 @@
-"""Every private name of JAX that programs need, each with its public fallback, as in `_base`.
+"""Every private name of JAX that programs need: how it lowers and compiles, and lines of equations.
 
-How JAX lowers and compiles, what a compiled function takes and returns, and where an equation is
-from.
+As in `_base`, a name has a public fallback; without one that is `required`, no compiler is asked.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib
@@ -14,41 +12,12 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from shardrules._base.jax_names import private
 from shardrules._base.text import Place
-
-
-def compiled_in_tree(compiled: Any) -> Any:
-    """Return the structure of a compiled function's arguments.
-
-    Fallback: its public property, which flattens the tree of arguments again.
-    """
-    return private(compiled, "_params.in_tree") or compiled.in_tree
-
-
-def compiled_inputs(compiled: Any) -> tuple[list[Any], list[Any], list[bool]]:
-    """Return a compiled function's arguments: shardings, shaped values, and which are donated.
-
-    A dropped argument, which the function does not use, has the sharding None. Fallback: its public
-    trees, of which JAX makes new ones at each call, and the infos' own shapes and dtypes.
-    """
-    from jax import tree_util
-
-    infos, structure = tree_util.tree_flatten(compiled.args_info)
-    treedef: Any = structure
-    # Constants of the function come first, and dropped arguments are missing.
-    shardings = private(compiled, "_executable._in_shardings")
-    has_constants = private(compiled, "_params.const_args")
-    if shardings is None or has_constants or len(shardings) != len(infos):
-        shardings = treedef.flatten_up_to(compiled.input_shardings)
-    values = infos
-    with contextlib.suppress(AttributeError):
-        values = list(map(attrgetter("_aval"), infos))
-    return list(shardings), values, list(map(attrgetter("donated"), infos))
 
 
 def compiled_outputs(compiled: Any) -> tuple[list[Any], list[Any]]:
@@ -58,71 +27,55 @@ def compiled_outputs(compiled: Any) -> tuple[list[Any], list[Any]]:
     """
     from jax import tree_util
 
-    shardings = private(compiled, "_executable._out_shardings")
-    if shardings is None:
-        shardings = compiled.out_tree.flatten_up_to(compiled.output_shardings)
-    values = private(compiled, "_executable.out_avals")
-    if values is None:
-        values = tree_util.tree_leaves(compiled.out_info)
+    shardings = compiled.out_tree.flatten_up_to(compiled.output_shardings)
+    values = private(compiled, "_executable.out_avals") or tree_util.tree_leaves(compiled.out_info)
     return list(shardings), list(values)
 
 
-_COMPILED_WITH = ("in_shardings", "out_shardings", "kept_var_idx", "num_devices", "host_callbacks")
+def required(owner: Any, name: str) -> Any:
+    """Read a private name without which no compiler can be asked.
 
-
-def calls_python(lowered: Any) -> bool:
-    """Say whether a lowered function calls Python: its text has addresses in this process.
-
-    Fallback: True, so that it is kept in no cache.
+    Raises:
+        RuntimeError: This version of JAX has none of this name.
     """
-    arguments = _compile_arguments(lowered)
-    return arguments is None or bool(arguments["host_callbacks"])
+    value = private(owner, name)
+    if value is None:
+        raise RuntimeError(
+            f"this version of JAX has no {name}, by which its compiler is asked: compile the step "
+            "yourself, and give shardrules.verify what JAX has compiled"
+        )
+    return value
 
 
-def _compile_arguments(lowered: Any) -> dict[str, Any] | None:
-    arguments = private(lowered, "_lowering.compile_args") or {}
-    return arguments if arguments.keys() >= set(_COMPILED_WITH) else None
-
-
-def lowered_shardings(lowered: Any) -> tuple[list[Any], list[Any]] | None:
+def lowered_shardings(lowered: Any) -> tuple[list[Any], list[Any]]:
     """Return the shardings of a lowered function's arguments and results, as leaves.
 
-    That of an argument which is dropped, or of one that nothing says, is None. Fallback: None, so
-    that nothing is read of a compiler that has not ended.
+    That of an argument which is dropped, or of one that nothing says, is None.
     """
     from jax.sharding import NamedSharding
 
-    arguments = _compile_arguments(lowered)
-    if arguments is None:
-        return None
+    arguments = required(lowered, "_lowering.compile_args")
     inputs, outputs = (
         [value if isinstance(value, NamedSharding) else None for value in arguments[name]]
-        for name in _COMPILED_WITH[:2]
+        for name in ("in_shardings", "out_shardings")
     )
-    of_kept = dict(zip(sorted(arguments["kept_var_idx"]), inputs, strict=False))
-    count = lowered.in_tree.num_leaves
-    if len(of_kept) != len(inputs) or max(of_kept, default=-1) >= count:  # constants among them
-        return None
+    count, kept = lowered.in_tree.num_leaves, kept_arguments(lowered)
+    if len(kept) != len(inputs) or max(kept, default=-1) >= count:
+        raise RuntimeError(
+            "JAX passes arrays that the step closes over as arguments: let the step take them"
+        )
+    of_kept = dict(zip(kept, inputs, strict=True))
     return [of_kept.get(i) for i in range(count)], outputs
 
 
-def kept_arguments(lowered: Any) -> list[int] | None:
-    """Return the arguments of a lowered function that it uses, as leaves.
-
-    Fallback: None, so that it cannot be run elsewhere.
-    """
-    arguments = _compile_arguments(lowered)
-    return None if arguments is None else sorted(arguments["kept_var_idx"])
+def kept_arguments(lowered: Any) -> list[int]:
+    """Return the arguments of a lowered function that it uses, as leaves."""
+    return sorted(required(lowered, "_lowering.compile_args")["kept_var_idx"])
 
 
-def _module_class() -> Any:
-    """Return jaxlib's HloModule, which has moved."""
-    return private("jaxlib._hlo", "HloModule") or private("jaxlib._jax", "HloModule")
-
-
-def _sharding_class() -> Any:
-    """Return jaxlib's HloSharding, which has moved."""
-    return private("jaxlib._hlo", "HloSharding") or private("jaxlib._jax", "HloSharding")
+def _of_jaxlib(name: str) -> Any:
+    """Return a class of jaxlib that has moved in JAX 0.8."""
+    return private("jaxlib._hlo", name) or required("jaxlib._jax", name)
 
 
 def module_in(proto: bytes) -> bytes | None:
@@ -136,40 +89,30 @@ def module_in(proto: bytes) -> bytes | None:
     return None
 
 
-def _module_of(proto: bytes) -> Any:
-    """Return the module of a serialized HloProto; None if it is cut."""
-    module, reader = module_in(proto), _module_class()
-    if module is None or reader is None:
-        return None
-    return reader.from_serialized_hlo_module_proto(module)
+def module_of(proto: bytes) -> Any:
+    """Return the module of an HloProto that XLA has dumped; None if it is cut.
 
-
-def module_text(proto: bytes) -> str:
-    """Return the text of an HloProto that XLA has dumped, as `Compiled.as_text` prints it.
-
-    Fallback: "", so that programs are compiled to their end instead.
+    Its `to_string` is the text that `Compiled.as_text` prints.
     """
-    module = _module_of(proto)
-    return "" if module is None else module.to_string()
+    module = module_in(proto)
+    return module and _of_jaxlib("HloModule").from_serialized_hlo_module_proto(module)
 
 
-def dumped_specs(proto: bytes, mesh: Any) -> list[Any] | None:
-    """Return the PartitionSpecs of the results of an HloProto that XLA has dumped, as leaves.
+def result_specs(module: Any, mesh: Any) -> list[Any]:
+    """Return the PartitionSpecs of the results of a module, as leaves; one alone is for all.
 
-    Fallback: None, so that only those are known which `out_shardings` names.
+    Fallback: [], so that only those are known which `out_shardings` names.
     """
-    module, of_proto = _module_of(proto), private(_sharding_class(), "from_proto")
-    parse = private("jax._src.sharding_impls", "parse_flatten_op_sharding")
-    if None in (module, of_proto, parse):
-        return None
-    in_tiles = private(_sharding_class(), "v3_to_v2_sharding")
+    sharding_type = _of_jaxlib("HloSharding")
+    parse = required("jax._src.sharding_impls", "parse_flatten_op_sharding")
+    # Before JAX 0.10 there is one form.
+    in_tiles = getattr(sharding_type, "v3_to_v2_sharding", lambda leaf: leaf)
     try:
-        sharding = of_proto(module.spmd_output_sharding)
+        sharding = sharding_type.from_proto(module.spmd_output_sharding)
         leaves = sharding.tuple_elements() or [sharding]
-        tiles = leaves if in_tiles is None else map(in_tiles, leaves)
-        return [spec for leaf in tiles for spec in parse(leaf, mesh)]
+        return [spec for leaf in leaves for spec in parse(in_tiles(leaf), mesh)]
     except Exception:  # of another form than these versions write
-        return None
+        return []
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
@@ -192,43 +135,41 @@ _CALLBACKS = {
 """Operations that call Python, which JAX does not lower without devices, by primitive."""
 
 
-def lowered_without_devices(traced: Any, platform: str) -> tuple[Any, list[str]]:
-    """Lower a traced function for a mesh without devices, its calls of Python left out.
+def lowered_without_devices(traced: Any) -> tuple[Any, list[str]]:
+    """Lower a traced function for CPUs that are not there, its calls of Python left out.
 
     Args:
-        traced: JAX's own `Traced`, or that of flax.
-        platform: The platform of the compiler.
+        traced: JAX's own `Traced`, or that of flax. No other thread of ours lowers meanwhile.
 
     Returns:
         What it lowers to, and what was left out, such as "jax.debug.print at train.py:12".
-        Fallback: nothing is left out, and JAX refuses such functions.
     """
     inner = getattr(traced, "traced", traced)
     calls = [eqn for eqn in _equations(inner.jaxpr) if eqn.primitive.name in _CALLBACKS]
-    parameters = private("jax._src.interpreters.mlir", "LoweringParameters")
-    dispatch = private("jax._src.dispatch", "jaxpr_has_prim_requiring_devices")
-    if not calls or parameters is None or dispatch is None:
-        return traced.lower(lowering_platforms=(platform,)), []
+    if not calls:
+        return traced.lower(lowering_platforms=("cpu",)), []
     rules = tuple((primitive, _left_out) for primitive in {eqn.primitive for eqn in calls})
-    replaced = parameters(override_lowering_rules=rules)
+    parameters = required("jax._src.interpreters.mlir", "LoweringParameters")
+    dispatch = importlib.import_module("jax._src.dispatch")
+    asks = required(dispatch, "jaxpr_has_prim_requiring_devices")
+    me = threading.get_ident()
 
-    def lower(lowering_platforms: Any = None) -> Any:
-        with _devices_not_asked():
-            return inner.lower(lowering_platforms=lowering_platforms, _private_parameters=replaced)
+    def lower(**options: Any) -> Any:
+        return inner.lower(**options, _private_parameters=parameters(override_lowering_rules=rules))
 
-    texts = []
-    for eqn in calls:
-        place = user_line(eqn)
-        texts.append(_CALLBACKS[eqn.primitive.name] + (f" at {place}" if place else ""))
-    box = traced if inner is traced else dataclasses.replace(traced, traced=_Lowers(lower))
-    lowered = lower((platform,)) if inner is traced else box.lower(lowering_platforms=(platform,))
+    stand_in: Any = SimpleNamespace(lower=lower)
+    if inner is not traced:  # the box that flax has around it
+        stand_in = dataclasses.replace(traced, traced=stand_in)
+    dispatch.jaxpr_has_prim_requiring_devices = (  # type: ignore[attr-defined]
+        lambda jaxpr: threading.get_ident() != me and asks(jaxpr)
+    )
+    try:
+        lowered = stand_in.lower(lowering_platforms=("cpu",))
+    finally:
+        dispatch.jaxpr_has_prim_requiring_devices = asks  # type: ignore[attr-defined]
+    names = ((_CALLBACKS[eqn.primitive.name], user_line(eqn)) for eqn in calls)
+    texts = (f"{name} at {place}" if place else name for name, place in names)
     return lowered, list(dict.fromkeys(texts))
-
-
-class _Lowers(NamedTuple):
-    """Stands for a `Traced` in the box that flax has around it."""
-
-    lower: Callable[..., Any]
 
 
 def _left_out(ctx: Any, *_: Any, **__: Any) -> list[Any]:
@@ -242,65 +183,39 @@ def _left_out(ctx: Any, *_: Any, **__: Any) -> list[Any]:
     return list(stablehlo.OptimizationBarrierOp(zeros).results) if zeros else []
 
 
-_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def _devices_not_asked() -> Iterator[None]:
-    """Let this thread lower a function whose operations would ask for devices."""
-    dispatch = importlib.import_module("jax._src.dispatch")
-    name = "jaxpr_has_prim_requiring_devices"
-    with _lock:
-        asks = getattr(dispatch, name)
-        me = threading.get_ident()
-        setattr(dispatch, name, lambda jaxpr: threading.get_ident() != me and asks(jaxpr))
-        try:
-            yield
-        finally:
-            setattr(dispatch, name, asks)
-
-
 class CompilerInput(NamedTuple):
     """What XLA needs to compile a lowered function elsewhere."""
 
     module: bytes
     """StableHLO as bytecode."""
     options: bytes
-    """What JAX gives to the compiler beside it, as `compile_dumped` reads it."""
+    """What JAX gives to the compiler beside it."""
     overrides: list[tuple[str, Any]]
     """Of it the `compiler_options` of `jax.jit`, which the rest has in no order."""
     device_ids: list[int]
     """Numbers of the devices, in the order of the mesh."""
 
 
-def compiler_input(lowered: Any) -> CompilerInput | None:
-    """Return what `Lowered.compile` would give to XLA.
-
-    Fallback: None, so that the function is compiled in this process, to its end.
-    """
+def compiler_input(lowered: Any) -> CompilerInput:
+    """Return what `Lowered.compile` would give to XLA."""
     import io
 
     import numpy as np
 
-    arguments = _compile_arguments(lowered)
-    named = private(lowered, "_lowering._compiler_options_kvs")
-    left_open = private("jax._src.interpreters.pxla", "get_prop_to_input_output")
-    options_of = private("jax._src.compiler", "get_compile_options")
-    in_child = [private(*name) for name in NAMES_IN_CHILD]
-    if arguments is None or None in (named, left_open, options_of, *in_child):
-        return None
+    arguments = required(lowered, "_lowering.compile_args")
     devices = private(lowered, "_lowering._device_list") or ()
     ids = [device.id for device in devices if device.platform != "cpu"]
     ids = ids or [*range(arguments["num_devices"])]  # of host devices those of the child
-    options: Any = options_of(
+    options: Any = required("jax._src.compiler", "get_compile_options")(
         num_replicas=1,
         num_partitions=len(ids),
         device_assignment=np.array([ids]),
-        env_options_overrides=dict(named),
+        env_options_overrides=dict(required(lowered, "_lowering._compiler_options_kvs")),
     )
     overrides, options.env_option_overrides = sorted(options.env_option_overrides), []
     options.parameter_is_tupled_arguments = bool(arguments.get("tuple_args", False))
-    sides = (arguments[name] for name in _COMPILED_WITH[:2])
+    left_open = required("jax._src.interpreters.pxla", "get_prop_to_input_output")
+    sides = (arguments["in_shardings"], arguments["out_shardings"])
     inputs, outputs = left_open(*sides, len(arguments.get("ordered_effects", ())))
     build = options.executable_build_options
     build.allow_spmd_sharding_propagation_to_parameters = list(inputs)
@@ -310,28 +225,12 @@ def compiler_input(lowered: Any) -> CompilerInput | None:
     return CompilerInput(bytecode.getvalue(), options.SerializeAsString(), overrides, ids)
 
 
-NAMES_IN_CHILD = (
-    ("jaxlib.xla_client", "make_cpu_client"),
-    ("jaxlib.xla_client", "load_pjrt_plugin_dynamically"),
-    ("jaxlib.xla_client", "initialize_pjrt_plugin"),
-    ("jaxlib.xla_client", "make_tfrt_tpu_c_api_device_topology"),
-    ("jaxlib.xla_client", "CompileOptions.ParseFromString"),
-    ("jaxlib.xla_client", "DeviceList"),
-    ("jaxlib.mlir._mlir_libs._jax_mlir_ext", "register_dialects"),
-    ("jaxlib.mlir.dialects.chlo", "register_dialect"),
-    ("jaxlib.mlir.dialects.mhlo", "register_mhlo_dialect"),
-    ("jaxlib.mlir.dialects.sdy", "register_dialect"),
-    ("jaxlib.mlir.dialects.stablehlo", "register_dialect"),
-)
-"""Modules and names that the child reads."""
-
-
 def devices_without_jax(
     topology: tuple[str, dict[str, Any]] | None, library: str | None, count: int
 ) -> list[Any]:
     """Return described TPUs, or so many host devices, by jaxlib alone: `import jax` takes longer.
 
-    Here and in `compile_dumped` there is no fallback: `compiler_input` has looked for the names.
+    The child that calls it fails with the name that jaxlib lacks.
     """
     xla_client: Any = importlib.import_module("jaxlib.xla_client")
     if topology is None:
@@ -343,19 +242,11 @@ def devices_without_jax(
     return list(described._make_compile_only_devices())
 
 
-def compile_dumped(asked: CompilerInput, devices: list[Any], folder: str) -> None:
-    """Compile a module for some of these devices, and have XLA write what it makes to a folder."""
-    dumps = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True, "xla_dump_hlo_as_text": True}
-    _compiled_from_input(asked, devices, dumps)
-
-
 class LoadedModule(NamedTuple):
     """A module that is compiled to be run in this process."""
 
     execute: Callable[[list[Any]], list[list[Any]]]
     """Takes placed arrays, and returns for each result what each device has."""
-    text: str
-    """Optimized."""
     bytes: int
     """That a device needs."""
     specs: list[Any] | None
@@ -363,9 +254,9 @@ class LoadedModule(NamedTuple):
 
 
 def run_module(asked: CompilerInput, mesh: Any) -> LoadedModule:
-    """Compile a module for the devices of a mesh. There is no fallback, as in `compile_dumped`."""
-    parse = importlib.import_module("jax._src.sharding_impls").parse_flatten_op_sharding
-    loaded = _compiled_from_input(asked, list(mesh.devices.flat), {})
+    """Compile a module for the devices of a mesh."""
+    parse = required("jax._src.sharding_impls", "parse_flatten_op_sharding")
+    loaded = compile_input(asked, list(mesh.devices.flat))
     memory, shardings = loaded.get_compiled_memory_stats(), loaded.get_output_shardings()
     sizes = (getattr(memory, f"{name}_size_in_bytes") for name in ("argument", "output", "temp"))
 
@@ -373,15 +264,12 @@ def run_module(asked: CompilerInput, mesh: Any) -> LoadedModule:
         results: Any = loaded.execute_sharded(arrays)
         return list(results.disassemble_into_single_device_arrays())
 
-    return LoadedModule(
-        execute,
-        text=loaded.hlo_modules()[0].to_string(),
-        bytes=sum(sizes),
-        specs=shardings and [spec for sharding in shardings for spec in parse(sharding, mesh)],
-    )
+    specs = shardings and [spec for sharding in shardings for spec in parse(sharding, mesh)]
+    return LoadedModule(execute, sum(sizes), specs)
 
 
-def _compiled_from_input(asked: CompilerInput, devices: list[Any], dumps: dict[str, Any]) -> Any:
+def compile_input(asked: CompilerInput, devices: list[Any], **dumps: Any) -> Any:
+    """Compile a module for some of these devices; `dumps` say what XLA writes meanwhile."""
     xla_client: Any = importlib.import_module("jaxlib.xla_client")
     options = xla_client.CompileOptions.ParseFromString(asked.options)
     # Nothing else is dumped: what the user's process dumps, this one has no flags for.
@@ -416,15 +304,6 @@ def _parsed(module: bytes) -> Any:
         dialect.register_dialect(context)
     with context:
         return ir.Module.parse(module)
-
-
-def device_order(sharding: Any) -> tuple[Any, ...]:
-    """Return the devices of a sharding without a mesh, in its order.
-
-    Fallback: in the order of their numbers.
-    """
-    devices = private(sharding, "_device_assignment")
-    return tuple(devices or sorted(sharding.device_set, key=attrgetter("id")))
 
 
 def user_line(eqn: Any) -> Place | None:

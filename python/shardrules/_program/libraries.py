@@ -10,14 +10,14 @@ alone, also those by which a step of `equinox.filter_jit` is lowered for shapes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import version
-from inspect import Parameter
-from itertools import chain, islice
+from inspect import Signature
+from itertools import accumulate, chain, pairwise
 from types import SimpleNamespace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from jax import Array, ShapeDtypeStruct, tree_util
@@ -29,7 +29,6 @@ from shardrules._base.text import counted, printable, shown
 from shardrules._plan.plan import Plan
 from shardrules._program.executable import Call, Library
 from shardrules._program.hlo import check_hlo
-from shardrules._program.jax_names import compiled_in_tree
 from shardrules._program.memory import LiveRanges
 
 PLANNED: Final = "a Plan, a tree of PartitionSpecs or shardings, or None for what is not looked at"
@@ -48,8 +47,7 @@ def call_of(compiled: Any, inputs: Any) -> Call:
         ValueError: The plans fit no arguments that equinox has flattened.
     """
     if isinstance(compiled, Compiled | StoredProgram):
-        in_tree = compiled_in_tree(compiled)
-        out_tree = compiled.out_tree
+        in_tree, out_tree = compiled.in_tree, compiled.out_tree
         sides = (range(in_tree.num_leaves), range(out_tree.num_leaves))
         return Call(compiled, in_tree, sides[0], out_tree, sides[1])
     library = _LIBRARIES.get(type(compiled).__module__.partition(".")[0])
@@ -174,16 +172,72 @@ def _equinox_call(compiled: Any, inner: Any, inputs: Any) -> _Trees:
         groups, _ = _numbered_leaves(inner.in_tree)
         _, returned, _ = _numbered_leaves(inner.out_tree)
         flat = {key: tree_util.tree_leaves(group[key]) for group in groups for key in group}
-        first, rest = flat["first"], flat["rest"]
-        parameters = dict(compiled.info[0].parameters)
-    positional, keywords = _split_keywords(inputs, parameters)
-    count, names = len(positional), sorted(keywords)
-    entries = [_entry(f"inputs[{i}]", plan) for i, plan in enumerate(positional)]
-    entries += [_entry(f"inputs[{count}][{name!r}]", keywords[name]) for name in names]
-    shapes = [tuple(info.shape) for info in tree_util.tree_leaves(inner.args_info)]
-    begin = min(count, 1)
-    trees = [*_trees(entries[:begin], first, shapes), *_trees(entries[begin:], rest, shapes)]
+        first, rest, signature = flat["first"], flat["rest"], compiled.info[0]
+    positional, keywords = _split_keywords(inputs, signature)
+    names, count = sorted(keywords), len(positional)
+    shapes = [info.shape for info in tree_util.tree_leaves(inner.args_info)]
+    trees = [*_trees(positional[:1], first, shapes)]
+    trees += _trees([*positional[1:], *map(keywords.get, names)], rest, shapes)
     return (tuple(trees[:count]), dict(zip(names, trees[count:], strict=True))), returned, ()
+
+
+def _split_keywords(inputs: Any, signature: Signature) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Split plans into those of positional arguments and a dict of keyword-only ones."""
+    check_entries(inputs, len(signature.parameters))
+    try:
+        signature.bind(*inputs)
+    except TypeError as error:
+        with suppress(TypeError, IndexError):
+            signature.bind(*inputs[:-1], **inputs[-1])
+            return inputs[:-1], inputs[-1]
+        entries = counted(len(inputs), "entry")
+        raise ValueError(f"inputs has {entries}, and the function takes others: {error}") from None
+    return inputs, {}
+
+
+def _trees(
+    plans: Sequence[Any], numbers: list[int], shapes: list[tuple[int, ...]]
+) -> Iterator[Any]:
+    """Yield each argument as a tree of its leaves' numbers, by the structure of its plan.
+
+    What has no structure is an array each; or all the rest is of one, or of Nones side by side.
+    """
+    trees = [_planned_tree(plan) for plan in plans]
+    loose = [place for place, tree in enumerate(trees) if tree is None]
+    widths = [len(tree_util.tree_leaves(tree)) for tree in trees]
+    rest = len(numbers) - sum(widths)
+    nobody_s = [place for place in loose if plans[place] is None]
+    if rest == len(loose):
+        for place in loose:
+            widths[place] = 1
+    elif len(loose) == 1 or (loose and loose == nobody_s == [*range(loose[0], loose[-1] + 1)]):
+        widths[loose[0]] = max(rest, 0)
+    parts = [numbers[begin:end] for begin, end in pairwise(accumulate(widths, initial=0))]
+    if sum(map(len, parts)) != len(numbers) or not all(
+        getattr(leaf, "shape", None) in (None, shapes[number])
+        for tree, part in zip(trees, parts, strict=True)
+        for leaf, number in zip(tree_util.tree_leaves(tree), part, strict=False)
+    ):
+        raise ValueError(
+            f"inputs: what is planned does not say which of {counted(len(numbers), 'array')} are "
+            "of which argument, or has other shapes; equinox.filter_jit keeps no structure of "
+            "arguments. Give each argument that has arrays a Plan of these, or a tree with a Plan "
+            "or a spec for each, and () to one without arrays"
+        )
+    for tree, part in zip(trees, parts, strict=True):
+        if tree is not None:
+            yield tree_util.tree_unflatten(tree_util.tree_structure(tree), part)
+        else:
+            yield part[0] if len(part) == 1 else tuple(part)
+
+
+def _planned_tree(plan: Any) -> Any:
+    """Return a tree with a leaf for each array that is planned; None if the structure is open."""
+    if plan is None or is_partition_spec(plan) or isinstance(plan, Sharding):
+        return None
+    return tree_util.tree_map(
+        lambda node: node.abstract() if isinstance(node, Plan) else node, plan
+    )
 
 
 def is_filter_jit(step: Any) -> bool:
@@ -218,109 +272,6 @@ def lowered_by_equinox(
 
 def _is_array_or_shape(leaf: Any) -> bool:
     return isinstance(leaf, Array | ShapeDtypeStruct | np.ndarray | np.generic)
-
-
-class _PlannedArgument(NamedTuple):
-    """What is planned for an argument whose structure equinox has not kept."""
-
-    name: str
-    is_planned: bool
-    treedef: Any = None
-    """Structure with a leaf for each array of the argument; None if that is not known."""
-    shapes: tuple[tuple[int, ...] | None, ...] = ()
-    """Shapes of these arrays; None for one that no plan says."""
-
-
-def _split_keywords(
-    inputs: Any, parameters: Mapping[str, Parameter]
-) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Split plans into those of positional arguments and of keyword-only ones."""
-    kinds = [parameter.kind for parameter in parameters.values()]
-    defaults = [
-        parameter.default is not Parameter.empty
-        for parameter in parameters.values()
-        if parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    check_entries(inputs, len(defaults))
-    # Those that `**names` takes are one argument here.
-    only = (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
-    unplanned = dict.fromkeys(
-        name for name, parameter in parameters.items() if parameter.kind in only
-    )
-    last = inputs[-1] if inputs else None
-    keywords = (
-        last if isinstance(last, Mapping) and last and unplanned.keys() >= last.keys() else {}
-    )
-    positional = inputs[:-1] if keywords else inputs
-    least = defaults.count(False)
-    is_open = Parameter.VAR_POSITIONAL in kinds
-    if len(positional) < least or (len(positional) > len(defaults) and not is_open):
-        raise ValueError(
-            f"inputs has {counted(len(positional), 'entry')} for positional arguments; the "
-            f"function has {counted(len(defaults), 'positional argument')}, {least} of them "
-            "without default"
-        )
-    return positional, {**unplanned, **keywords}
-
-
-def _entry(name: str, planned: Any) -> _PlannedArgument:
-    if planned is None or is_partition_spec(planned) or isinstance(planned, Sharding):
-        return _PlannedArgument(name, planned is not None)
-    tree = tree_util.tree_map(
-        lambda node: node.abstract() if isinstance(node, Plan) else node, planned
-    )
-    leaves, treedef = tree_util.tree_flatten(tree)
-    return _PlannedArgument(
-        name, True, treedef, tuple(getattr(leaf, "shape", None) for leaf in leaves)
-    )
-
-
-def _trees(
-    entries: Sequence[_PlannedArgument], numbers: list[int], shapes: list[tuple[int, ...]]
-) -> Iterator[Any]:
-    """Yield each argument as a tree of its leaves' numbers."""
-    widths, rest = _array_counts(entries, len(numbers)), iter(numbers)
-    of_entries = [list(islice(rest, width)) for width in widths]
-    pairs = list(zip(entries, of_entries, strict=True)) if widths else []
-    if len(pairs) != len(entries) or not all(
-        shape in (None, shapes[number])
-        for entry, leaves in pairs
-        for shape, number in zip(entry.shapes, leaves, strict=False)
-    ):
-        names = ", ".join(entry.name for entry in entries) or "inputs"
-        raise ValueError(
-            printable(
-                f"{names}: what is planned does not say which of "
-                f"{counted(len(numbers), 'array')} are of which argument, or has other shapes; "
-                "equinox.filter_jit keeps no structure of arguments. Give each argument that has "
-                "arrays a Plan of these, or a tree with a Plan or a spec for each"
-            )
-        )
-    for entry, leaves in pairs:
-        if entry.treedef is not None:
-            yield entry.treedef.unflatten(leaves)
-        else:
-            yield leaves[0] if len(leaves) == 1 else tuple(leaves)
-
-
-def _array_counts(entries: Sequence[_PlannedArgument], count: int) -> Sequence[int]:
-    """Return how many arrays each entry has; () where plans leave that open.
-
-    What has no structure is one array each; or only what is planned is; or all is of one entry, or
-    of entries side by side that nobody looks at.
-    """
-    loose = [place for place, entry in enumerate(entries) if entry.treedef is None]
-    planned = [place for place in loose if entries[place].is_planned]
-    widths = [len(entry.shapes) for entry in entries]
-    rest = count - sum(widths)
-    takers = next((places for places in (loose, planned) if len(places) == rest), None)
-    if takers is not None:
-        return [1 if place in takers else width for place, width in enumerate(widths)]
-    is_run = bool(loose) and not planned and loose[-1] - loose[0] < len(loose)
-    if rest < 0 or not (is_run or len(loose) == 1):
-        return ()
-    widths[loose[0]] = rest
-    return widths
 
 
 _LIBRARIES: Final[Mapping[str, tuple[Library, Callable[[Any, Any, Any], _Trees]]]] = {

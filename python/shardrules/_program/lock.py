@@ -4,97 +4,77 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple, get_args
+from typing import Annotated, Final, Literal, get_args
 
+import jax
+import msgspec
 from msgspec import Meta
 
-from shardrules._base.arguments import check_choice, check_share, checked_sizes, integer
+from shardrules._base.arguments import check_share
 from shardrules._base.io import parse_json
 from shardrules._base.text import and_more, bytes_shown, counted, mesh_shown, shown
-from shardrules._plan.codec import FileTable, Listed, Texts, naming, naming_place, record_of
+from shardrules._plan.codec import FileTable, naming, record_of
 from shardrules._plan.findings import Finding, Findings, Level
-from shardrules._plan.lock import lines_of
 from shardrules._program.executable import Executable
 from shardrules._program.hlo import Collective, CollectiveOpcode
 from shardrules._program.libraries import StoredProgram
 from shardrules._program.memory import totals_of
 
 KINDS: Final = get_args(CollectiveOpcode)
-_PER_ITERATION: Final = " per iteration"
-"""Behind the kind of collectives in a loop of unknown trip count, which counts once."""
-_FORMAT: Final = "shardrules program lock 1"
+_FORMAT: Final = "shardrules program lock 2"
 _FIX: Final = "make the lock again: Program.lock, or shardrules prove --update-lock"
 _GROWN: Final = "look at what has changed there; or, if it is meant, make the lock again"
 _NAMED: Final = 3
 
-Key = tuple[tuple[str, ...], str]
-"""Mesh axes and kind of collectives, such as "all-gather" or "all-gather per iteration"."""
 
-
-class Costs(NamedTuple):
+class Costs(FileTable, kw_only=True):
     """What a step costs a device: the content of a lock."""
 
-    versions: Mapping[str, str]
-    mesh: Mapping[str, int]
-    peak: int | None
-    peak_by: str
-    """By which of `COUNTS` the peak is counted."""
-    sent: Mapping[Key, int]
-    """Bytes that a device sends in a step."""
-
-
-COUNTS: Final = ("assigned", "memory_analysis")
-"""The compiler's own bytes, of `prove`; and those of `Compiled.memory_analysis`, which adds a TPU's
-on-chip memory."""
-
-
-class _LockTable(FileTable, kw_only=True):
-    format: str
+    format: str = _FORMAT
     versions: Annotated[dict[str, str], Meta(description="a table of texts")]
-    mesh: Annotated[dict[str, Any], Meta(description="a table of axes and their sizes")]
-    peak: Any
-    peak_by: Any = COUNTS[1]
-    sent: Listed
-
-
-class _SentTable(FileTable):
-    axes: Texts
-    kind: Any
-    bytes: Any
+    mesh: Annotated[
+        dict[str, Annotated[int, Meta(ge=1)]], Meta(description="a table of axes and their sizes")
+    ]
+    peak: Annotated[int, Meta(ge=0, description="a number of bytes")] | None
+    peak_by: Literal["assigned", "memory_analysis"]
+    """Whether the peak is the compiler's own, of `prove`; or that of `Compiled.memory_analysis`,
+    which adds a TPU's on-chip memory."""
+    sent: Annotated[
+        dict[str, Annotated[int, Meta(ge=0)]], Meta(description="a table of numbers of bytes")
+    ]
+    """Bytes that a device sends in a step, by kind of collective and mesh axes, as `_key_of`."""
 
 
 def costs_of(executable: Executable, rows: Sequence[Collective]) -> Costs:
     """Sum up the collectives of a program."""
-    import jax
-    from jaxlib.version import __version__ as jaxlib_version
-
-    mesh = executable.mesh
-    versions = {"jax": jax.__version__, "jaxlib": jaxlib_version}
+    mesh, totals = executable.mesh, totals_of(executable)
+    versions = {"jax": jax.__version__}
     if mesh is not None:
         versions["devices"] = executable.device_kind
-    sent: Counter[Key] = Counter()
+    sent: Counter[str] = Counter()
     for row in rows:
         sent[_key_of(row)] += row.sent_at_least
-    sizes = {} if mesh is None else dict(mesh.shape)
-    totals = totals_of(executable)
     is_assigned = isinstance(executable.call.compiled, StoredProgram)
-    return Costs(versions, sizes, totals and totals.peak, COUNTS[not is_assigned], sent)
+    return Costs(
+        versions=versions,
+        mesh={} if mesh is None else dict(mesh.shape),
+        peak=totals and totals.peak,
+        peak_by="assigned" if is_assigned else "memory_analysis",
+        sent=dict(sorted(sent.items())),
+    )
 
 
-def _key_of(row: Collective) -> Key:
-    return row.axes, row.kind + _PER_ITERATION * (row.times is None)
+def _key_of(row: Collective) -> str:
+    """Name a sum, such as "all-gather over fsdp,tp"; in a loop of unknown length it counts once."""
+    loop = " per iteration" * (row.times is None)
+    return f"{row.kind}{loop} over {','.join(row.axes) or 'an unknown axis'}"
 
 
 def program_lock_text(costs: Costs) -> str:
-    """Return the text of a lock."""
-    entries = [
-        {"axes": axes, "kind": kind, "bytes": size}
-        for (axes, kind), size in sorted(costs.sent.items())
-    ]
-    head = {"format": _FORMAT} | {name: getattr(costs, name) for name in Costs._fields[:4]}
-    return lines_of(head, sent=map(json.dumps, entries))
+    """Return the text of a lock: a line for each number."""
+    return json.dumps(msgspec.to_builtins(costs), indent=1) + "\n"
 
 
 def read_program_lock(data: bytes, name: str) -> Costs:
@@ -106,30 +86,7 @@ def read_program_lock(data: bytes, name: str) -> Costs:
             raise ValueError("not a lock of a program, but of a plan, which Plan.diff compares")
         if form != _FORMAT:
             raise ValueError(f"not a lock of a program: its format is {shown(form)}, not {_FORMAT}")
-        table = record_of("", content, _LockTable, "it")
-        mesh = checked_sizes(table.mesh) if table.mesh else {}
-        peak = None if table.peak is None else integer("peak", table.peak)
-        check_choice("peak_by", table.peak_by, COUNTS)
-        sent: dict[Key, int] = {}
-        for number, entry in enumerate(table.sent):
-            where = f"sent[{number}]: "
-            cost = record_of(where, entry, _SentTable)
-            with naming_place(where):
-                key = _key_in_lock(cost, mesh)
-                if key in sent:
-                    raise ValueError(f"{_key_label(key)} stands there twice")
-                sent[key] = integer("bytes", cost.bytes)
-    return Costs(table.versions, mesh, peak, table.peak_by, sent)
-
-
-def _key_in_lock(cost: _SentTable, mesh: Mapping[str, int]) -> Key:
-    if cost.axes != tuple(axis for axis in mesh if axis in cost.axes):
-        axes = ", ".join(cost.axes)
-        raise ValueError(
-            f"its axes are {axes}, of {', '.join(mesh)}: each stands there once, in mesh order"
-        )
-    check_choice("kind", cost.kind, (*KINDS, *(kind + _PER_ITERATION for kind in KINDS)))
-    return cost.axes, cost.kind
+        return record_of("", content, Costs, "it")
 
 
 def compared(
@@ -156,42 +113,26 @@ def _changes(
         message = f"{name} is of another mesh, {meshes}: nothing else is compared"
         yield budget_finding("error", message, 0, _FIX)
         return
-    for key in sorted(now.sent.keys() | before.sent.keys()):
-        new, old = now.sent.get(key, 0), before.sent.get(key, 0)
-        what = f"{_key_label(key)}: each device sends {bytes_shown(new)} in a step"
-        of_key = [row for row in rows if _key_of(row) == key]
-        yield from _change_of_bytes(what, new, old, tolerance, most_sent(of_key))
-    if now.peak and before.peak and now.peak_by != before.peak_by:
-        message = (
-            f"the peak is counted by {now.peak_by}, and in {name} by {before.peak_by}: these are "
-            "not compared"
-        )
-        yield budget_finding("warning", message, 0, _FIX)
-    elif now.peak is not None and before.peak is not None:
-        what = f"peak: each device needs {bytes_shown(now.peak)}"
-        yield from _change_of_bytes(what, now.peak, before.peak, tolerance, "")
+    numbers = [
+        (f"{key}: each device sends", now.sent.get(key, 0), before.sent.get(key, 0), key)
+        for key in sorted(now.sent.keys() | before.sent.keys())
+    ]
+    if now.peak is not None and before.peak is not None and now.peak_by == before.peak_by:
+        numbers.append(("peak: each device needs", now.peak, before.peak, ""))
     elif now.peak != before.peak:
-        where = "now, as this backend does not tell it" if now.peak is None else f"in {name}"
-        message = f"the peak is not known {where}: it is not compared"
+        here, there = (f"{costs.peak} by {costs.peak_by}" for costs in (now, before))
+        message = f"the peak is {here}, and in {name} {there}: these are not compared"
         yield budget_finding("warning", message, 0, _FIX)
-
-
-def _change_of_bytes(
-    what: str, new: int, old: int, tolerance: float, rows: str
-) -> Iterator[Finding]:
-    if abs(new - old) <= tolerance * old:
-        return
-    share = f" ({100 * (new - old) / old:+.3g} %)" if old else ""
-    message = f"{what}, {bytes_shown(old)} before{share}{rows and f': {rows}'}"
-    if new > old:
-        yield budget_finding("error", message, new - old, _GROWN)
-    else:
-        yield budget_finding("info", message, 0, f"to keep it so, {_FIX}")
-
-
-def _key_label(key: Key) -> str:
-    axes, kind = key
-    return f"{kind} over {','.join(axes) or 'an unknown axis'}"
+    for what, new, old, key in numbers:
+        if abs(new - old) <= tolerance * old:
+            continue
+        share = f" ({100 * (new - old) / old:+.3g} %)" if old else ""
+        sent = most_sent([row for row in rows if _key_of(row) == key])
+        message = f"{what} {bytes_shown(new)} in a step, {bytes_shown(old)} before{share}"
+        if new > old:
+            yield budget_finding("error", f"{message}{sent and f': {sent}'}", new - old, _GROWN)
+        else:
+            yield budget_finding("info", message, 0, f"to keep it so, {_FIX}")
 
 
 def budget_finding(level: Level, message: str, size: int, fix: str) -> Finding:

@@ -7,14 +7,12 @@ functions tell this thread of the mesh; other threads, and JAX itself, are answe
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
-from traceback import extract_tb
+from functools import wraps
+from traceback import walk_tb
 from types import FrameType
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -48,15 +46,15 @@ from shardrules._program.jax_names import is_library, legacy_contexts, lowered_w
 from shardrules._program.libraries import is_filter_jit, lowered_by_equinox
 from shardrules._program.topologies.topology import Topology, topology_shown
 
-_PACKAGE: Final = str(Path(__file__).parent)
+On: TypeAlias = "Topology | str | Mesh | AbstractMesh | Mapping[str, int]"
+"""Devices to compile for."""
+
 _NOTED: Final = 4
 _NAMED: Final = 3
 _STATIC: Final = (
-    "A plan stands for arrays alone: let the step take the arrays, and equinox.combine(arrays, "
-    "static) inside, where static has the tree's leaves that are no arrays; or give "
-    "equinox.combine(plan.abstract(), static) in its place, and prove the plan itself in inputs="
+    "give equinox.combine(plan.abstract(), static), where static has the tree's leaves that are no "
+    "arrays, and the plan itself in inputs="
 )
-
 _FIXES: Final = {
     "lowering_platforms": (
         "the plans and shardings of the arguments are for a mesh without devices, and nothing says "
@@ -162,9 +160,6 @@ def is_unplaced(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
 
 
-_OF_MESH: Final = "step, arguments, outputs = step_on(mesh), and step, *arguments, outputs=outputs"
-
-
 def check_step_on(step_on: Any) -> None:
     """Check that it may be a function that makes the step for a mesh, and is not the step."""
     if not callable(step_on) or hasattr(step_on, "lower"):
@@ -176,34 +171,33 @@ def check_step_on(step_on: Any) -> None:
 
 def check_step(step: Any, args: tuple[Any, ...]) -> None:
     """Check that a step is a function, and that no argument is what another parameter takes."""
+    of_mesh = "step, arguments, outputs = step_on(mesh), and step, *arguments, outputs=outputs"
     if not callable(step) or isinstance(step, Compiled):
         hint = "; the step comes first, and then its arguments" if any(map(callable, args)) else ""
-        if isinstance(step, tuple) and step and callable(step[0]):
-            hint = f": write {_OF_MESH}"
+        if isinstance(step, tuple):
+            hint = f": write {of_mesh}"
         raise TypeError(
             f"step is {shown(step)}; give the function, or what jax.jit makes of it{hint}"
         )
     for place, arg in enumerate(args):
-        if isinstance(arg, dict) and argument_kind(arg) == "mesh":
-            raise TypeError(
-                f"argument {place} of the step is {shown(arg)}, a mesh: write on=...; of a "
-                f"function that takes one {_OF_MESH}"
-            )
+        hint, kind = "", argument_kind(arg)
         if isinstance(arg, Topology | Mesh):
-            raise TypeError(f"argument {place} of the step is {shown(arg)}; write it as on=...")
-        if argument_kind(arg) == "rules":
-            raise TypeError(
-                f"argument {place} of the step is {shown(arg)}, which are rules; give their plan, "
-                "shardrules.plan(tree, rules, mesh)"
+            hint = "; write it as on=..."
+        elif isinstance(arg, dict) and kind == "mesh":
+            hint = f", a mesh: write on=...; of a function that takes one {of_mesh}"
+        elif kind == "rules":
+            hint = ", which are rules; give their plan, shardrules.plan(tree, rules, mesh)"
+        elif not isinstance(arg, Plan) and any(map(_is_plan, tree_util.tree_leaves(arg))):
+            hint = (
+                f", a Plan in a {type(arg).__name__}, and a plan is a whole argument: write the "
+                "arguments one by one, as in prove(step, plan, batch), or plan the tree of both"
             )
-        if not isinstance(arg, Plan) and any(
-            isinstance(x, Plan) for x in tree_util.tree_leaves(arg)
-        ):
-            raise TypeError(
-                f"argument {place} of the step has a Plan in a {type(arg).__name__}, and a plan is "
-                "a whole argument: write the arguments one by one, as in prove(step, plan, batch); "
-                "or plan the tree that has both"
-            )
+        if hint:
+            raise TypeError(f"argument {place} of the step is {shown(arg)}{hint}")
+
+
+def _is_plan(leaf: Any) -> bool:
+    return isinstance(leaf, Plan)
 
 
 def step_parts(result: Any, source: str) -> tuple[Any, ...]:
@@ -221,28 +215,18 @@ def step_parts(result: Any, source: str) -> tuple[Any, ...]:
 
 @contextmanager
 def noted(step: Any, args: tuple[Any, ...]) -> Iterator[None]:
-    """Note beside an error of a step what the step was called with."""
+    """Note beside an error of a step which line raises it, and what the step was called with."""
     try:
         yield
     except Exception as error:
-        rows = (f"  {place}: {_argument_shown(arg)}" for place, arg in enumerate(args))
+        frames = ((frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__))
+        places = [f"{file}:{line}" for file, line in frames if not is_library(file)]
         name = getattr(step, "__name__", type(step).__name__)
-        where = _raised_at(error)
+        where = f", which raises at {places[-1]}," if places else ""
+        rows = (f"  {place}: {_argument_shown(arg)}" for place, arg in enumerate(args))
         lines = [f"shardrules called {name}{where} with these arguments, as it would be called:"]
         error.add_note(printable_lines([*lines, *rows]))
         raise
-
-
-def _raised_at(error: BaseException) -> str:
-    """Return the innermost line of an error that is the user's, or else of no JAX and not ours."""
-    libraries = tuple(f"{Path(module).parent}{os.sep}" for module in (jax.__file__, _PACKAGE))
-    frames = [
-        f", which raises at {frame.filename}:{frame.lineno},"
-        for frame in extract_tb(error.__traceback__)
-        if not frame.filename.startswith((*libraries, "<")) and frame.name != "__exit__"
-    ]
-    of_user = [frame for frame in frames if "site-packages" not in frame]
-    return (of_user or frames or [""])[-1]
 
 
 def _argument_shown(arg: Any) -> str:
@@ -252,15 +236,10 @@ def _argument_shown(arg: Any) -> str:
         has_shape = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
         return f"{leaf.dtype}{[*leaf.shape]}" if has_shape else brief(leaf)
 
-    tree = arg.abstract() if isinstance(arg, Plan) else arg
-    kind = "the tree of a plan, " if isinstance(arg, Plan) else ""
+    kind, tree = ("the tree of a plan, ", arg.abstract()) if isinstance(arg, Plan) else ("", arg)
     pairs = tree_util.tree_flatten_with_path(tree)[0]
     texts = [f"{tree_util.keystr(path)} {line(leaf)}".strip() for path, leaf in pairs[:_NOTED]]
     return kind + ", ".join([*texts, *and_more(len(pairs), _NOTED, "leaf")])
-
-
-On: TypeAlias = "Topology | str | Mesh | AbstractMesh | Mapping[str, int]"
-"""Devices to compile for."""
 
 
 class Lowering(NamedTuple):
@@ -285,50 +264,38 @@ def lowering_on(mesh: AnyMesh | None, step: Any, args: tuple[Any, ...]) -> Lower
     def lower(jitted: Any, *args: Any) -> Any:
         if not has_none:
             return jitted.lower(*args)
-        lowered, names = lowered_without_devices(jitted.trace(*args), "cpu")
+        lowered, names = lowered_without_devices(jitted.trace(*args))
         left_out.extend(names)
         return lowered
 
     def run(*, is_free: bool = False) -> Any:
         placed = placed_on(args, mesh, is_free=is_free)
         if is_filter_jit(step):
-            return lowered_by_equinox(step, placed, partial(_placed_tree, mesh), lower)
+            return lowered_by_equinox(step, placed, lambda tree: placed_on((tree,), mesh)[0], lower)
         return lower(step if hasattr(step, "lower") else jax.jit(step), *placed)
 
-    with in_force(mesh), answered(mesh) as questions:
-        lowered = _lowered(step, args, run)
-    notes = [str(question) for question in dict.fromkeys(questions)]
+    with in_force(mesh), answered(mesh) as notes:
+        try:
+            with noted(step, args):
+                try:
+                    lowered = run()
+                except ValueError as error:
+                    if "does not match the sharding on the respective arg" not in str(error):
+                        raise
+                    lowered = run(is_free=True)  # in_shardings are for what nothing else places
+        except ValueError as error:
+            fix = next((fix for part, fix in _FIXES.items() if part in str(error).lower()), None)
+            if fix is None:
+                raise
+            raise ValueError(f"{fix}. JAX says: {error}") from error
+        except (AttributeError, TypeError) as error:
+            if is_filter_jit(step) and "'NoneType'" in str(error):
+                error.add_note(f"If a leaf that is no array is None here: {_STATIC}")
+            raise
     if left_out:
         names = ", ".join([*left_out[:_NAMED], *and_more(len(left_out), _NAMED, "call")])
-        notes.append(f"left out, as it is lowered without devices: {names}")
-    return Lowering(lowered, notes)
-
-
-def _placed_tree(mesh: AnyMesh | None, tree: Any) -> Any:
-    return placed_on((tree,), mesh)[0]
-
-
-def _lowered(step: Any, args: tuple[Any, ...], lower: Callable[..., Any]) -> Any:
-    """Lower a step, and say of an error what it was called with, and the fix."""
-    try:
-        with noted(step, args):
-            try:
-                return lower()
-            except ValueError as error:
-                if "does not match the sharding on the respective arg" not in str(error):
-                    raise
-                return lower(is_free=True)  # jit has in_shardings for what nothing else places
-    except (AttributeError, TypeError) as error:
-        if "'NoneType'" not in str(error) or not is_filter_jit(step):
-            raise
-        raise TypeError(
-            f"the step fails on a None: {error}. {_STATIC}, if one of its leaves is meant"
-        ) from error
-    except ValueError as error:
-        fix = next((fix for part, fix in _FIXES.items() if part in str(error).lower()), None)
-        if fix is None:
-            raise
-        raise ValueError(f"{fix}. JAX says: {error}") from error
+        notes[f"left out, as it is lowered without devices: {names}"] = None
+    return Lowering(lowered, [*notes])
 
 
 def check_static(step: Any, args: Iterable[Any]) -> None:
@@ -345,55 +312,18 @@ def check_static(step: Any, args: Iterable[Any]) -> None:
             "first argument: Model.train, model"
         )
     for i, plan in enumerate(args if is_filter_jit(step) else ()):
-        if not isinstance(plan, Plan):
-            continue
-        lost = [
-            path
-            for path, kind in zip(plan.paths, plan.kind_of.tolist(), strict=True)
-            if plan.kinds[kind].shape is None
-        ]
-        if lost:
+        kinds = zip(plan.paths, plan.kind_of.tolist(), strict=True) if _is_plan(plan) else ()
+        if lost := [path for path, kind in kinds if plan.kinds[kind].shape is None]:
             names = ", ".join([*lost[:_NAMED], *and_more(len(lost), _NAMED, "leaf")])
             raise ValueError(
                 printable(
                     f"argument {i} is a plan of a tree with leaves that are no arrays, which a "
-                    f"plan does not keep: {names}. {_STATIC}; or give plan.abstract(), if the step "
-                    "takes None for them"
+                    f"plan does not keep: {names}: {_STATIC}"
                 )
             )
 
 
-class Question(NamedTuple):
-    """What a step that is traced asks JAX."""
-
-    name: str
-    """Such as `jax.devices()`."""
-    place: Place
-    is_answered: bool
-    """True if it was answered as on the mesh, and not as here."""
-
-    def __str__(self) -> str:
-        end = "answered as on the devices of the mesh"
-        if not self.is_answered:
-            end = "answered as here, as a mesh without devices has none: the program may be another"
-        return f"the step asks {self.name} at {self.place}: {end}"
-
-
-def _answers(mesh: AnyMesh) -> dict[str, Any]:
-    """Return what JAX's functions say on the devices of a mesh, by name."""
-    if not has_devices(mesh):
-        return {"default_backend": "cpu", "device_count": mesh.size, "devices": None}
-    devices = list(mesh.devices.flat)
-    of_process = [device for device in devices if device.process_index == devices[0].process_index]
-    return {
-        "default_backend": devices[0].platform,
-        "device_count": len(devices),
-        "devices": sorted(devices, key=lambda device: device.id),
-        "local_device_count": len(of_process),
-        "local_devices": sorted(of_process, key=lambda device: device.id),
-        "process_count": len({device.process_index for device in devices}),
-    }
-
+# What a step asks of JAX while it is traced.
 
 _NAMES: Final = (
     "default_backend", "device_count", "devices", "local_device_count", "local_devices",
@@ -402,63 +332,71 @@ _NAMES: Final = (
 _lock = threading.RLock()
 
 
+def _answers(mesh: AnyMesh) -> dict[str, Any]:
+    """Return what JAX's functions say on the devices of a mesh, by name."""
+    if not has_devices(mesh):
+        return {"default_backend": "cpu", "device_count": mesh.size}
+    devices = sorted(mesh.devices.flat, key=lambda device: device.id)
+    first = mesh.devices.flat[0]
+    of_process = [device for device in devices if device.process_index == first.process_index]
+    return {
+        "default_backend": first.platform,
+        "device_count": len(devices),
+        "devices": devices,
+        "local_device_count": len(of_process),
+        "local_devices": of_process,
+        "process_count": len({device.process_index for device in devices}),
+    }
+
+
 @contextmanager
-def answered(mesh: AnyMesh | None) -> Iterator[list[Question]]:
-    """Answer JAX's questions of this thread for a mesh, and list those of the program.
+def answered(mesh: AnyMesh | None) -> Iterator[dict[str, None]]:
+    """Answer JAX's questions of this thread for a mesh, and note those of the program.
 
     Other threads that lower a step wait.
     """
-    questions: list[Question] = []
+    notes: dict[str, None] = {}
     if mesh is None:
-        yield questions
+        yield notes
         return
-    answers, threads = _answers(mesh), legacy_contexts()
-    context = getattr(threads, "env", None)
+    answers, threads, thread = _answers(mesh), legacy_contexts(), threading.get_ident()
+
+    def ask(name: str, frame: FrameType, *, is_answered: bool) -> bool:
+        """Note a question of the program; False if it is JAX's own, or of another thread."""
+        place = _asker(frame) if threading.get_ident() == thread else None
+        if place is not None:
+            end = "on the devices of the mesh"
+            if not is_answered:
+                end = "here, as a mesh without devices has none: the program may be another"
+            notes[f"the step asks {name} at {place}: answered as {end}"] = None
+        return place is not None
+
+    def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            backend = next(iter((*args, *kwargs.values())), None)
+            is_known = name in answers and backend in (None, answers["default_backend"])
+            is_asked = ask(f"jax.{name}()", sys._getframe(1), is_answered=is_known)
+            if not is_asked or not is_known:
+                return function(*args, **kwargs)
+            return [*answers[name]] if isinstance(answers[name], list) else answers[name]
+
+        return answer
+
     with _lock:
-        saved = {name: getattr(jax, name) for name in _NAMES}
-        for name, function in saved.items():
-            setattr(jax, name, _Watched(name, function, answers, questions))
+        functions = {name: getattr(jax, name) for name in _NAMES}
+        context = getattr(threads, "env", None)
+        for name, function in functions.items():
+            setattr(jax, name, watched(name, function))
         if context is not None:
-            threads.env = _WatchedContext(context, mesh, questions)
+            threads.env = _WatchedContext(context, mesh, ask)
         try:
-            yield questions
+            yield notes
         finally:
+            for name, function in functions.items():
+                setattr(jax, name, function)
             if context is not None:
                 threads.env = context
-            for name, function in saved.items():
-                if isinstance(getattr(jax, name), _Watched):  # and nobody has replaced it since
-                    setattr(jax, name, function)
-
-
-class _Watched:
-    """One of JAX's functions, while a step is traced in this thread."""
-
-    def __init__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        answers: Mapping[str, Any],
-        questions: list[Question],
-    ) -> None:
-        self._name, self._function = name, function
-        self._answers, self._questions = answers, questions
-        self._thread = threading.get_ident()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._function, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        is_here = threading.get_ident() == self._thread
-        place = _asker(sys._getframe(1)) if is_here else None
-        if place is None:
-            return self._function(*args, **kwargs)
-        answer = self._answers.get(self._name)
-        backend = next(iter((*args, *kwargs.values())), None)
-        is_answered = answer is not None and backend in (None, self._answers["default_backend"])
-        self._questions.append(Question(f"jax.{self._name}()", place, is_answered))
-        if not is_answered:
-            return self._function(*args, **kwargs)
-        return list(answer) if isinstance(answer, list) else answer
 
 
 class _WatchedContext:
@@ -467,21 +405,16 @@ class _WatchedContext:
     So does JAX 0.7 for the specs of constraints, where the mesh in force has no devices.
     """
 
-    def __init__(self, context: Any, mesh: AnyMesh, questions: list[Question]) -> None:
-        self._context = context
-        self._mesh = mesh
-        self._questions = questions
+    def __init__(self, context: Any, mesh: AnyMesh, ask: Callable[..., bool]) -> None:
+        self._context, self._mesh, self._ask = context, mesh, ask
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._context, name)
         if name != "physical_mesh" or not value.empty:
             return value
-        frame = sys._getframe(1)
-        place = _asker(frame)
-        if place is None:
-            return self._mesh if frame.f_code.co_name == "with_sharding_constraint" else value
-        is_answered = has_devices(self._mesh)
-        self._questions.append(Question("the mesh of `with mesh:`", place, is_answered))
+        frame, is_answered = sys._getframe(1), has_devices(self._mesh)
+        if not self._ask("the mesh of `with mesh:`", frame, is_answered=is_answered):
+            is_answered = frame.f_code.co_name == "with_sharding_constraint"
         return self._mesh if is_answered else value
 
 

@@ -57,6 +57,7 @@ def budgeted(compiled, budget, count=3, **options):
         ({"xyz": 1}, r"'xyz'.*data, fsdp, tp.*all-gather.*total.*peak"),
         ({"": 1}, r"budget\[''\]"),
         ({"fsdp,": 1}, r"budget\['fsdp,'\]"),
+        ({"peak": "90"}, r"budget\['peak'\] is '90': that is 90 bytes; write '90GB'"),
         ({"fsdp": "25 TP"}, r"budget\['fsdp'\].*'25 TP'.*96GB"),
         ({"fsdp": "much"}, r"budget\['fsdp'\].*'much'"),
         ({"fsdp": True}, r"budget\['fsdp'\] is True"),

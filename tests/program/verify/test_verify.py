@@ -238,7 +238,7 @@ def test_a_program_of_one_device():
         (
             ({"head": None, "layers": {"w": (P(), P())}}, None, None),
             ValueError,
-            r"inputs\[0\]\['layers'\]\['w'\]: the structure.*is planned",
+            r"inputs\[0\]\['layers'\]\['w'\]\[0\]: the structure is not that of the inputs",
         ),
         (
             (P("data", None, None, None), None, None),

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 @option("--large", type=types.BYTES, default="16MiB",
     help="Minimum bytes on a device of a gathered array to be reported.")  # fmt: skip
 @options.fail_on
-@option("--time", is_flag=True, help="Compile the step to its end, which takes minutes for a large "
-    "one, and add the time that the compiler expects.")  # fmt: skip
+@option("--time", is_flag=True, needs=("on",),
+    help="Compile the step to its end, which takes minutes for a large one, and add the time that "
+    "the compiler expects.")  # fmt: skip
 @option("--lock", type=types.FILE,
     help="Compare the bytes that are sent, and the peak, with those in this file.")  # fmt: skip
 @option("--update-lock", is_flag=True, in_job=False, needs=("lock",),

@@ -52,7 +52,6 @@ from shardrules._plan.kinds import (
 )
 from shardrules._plan.leaves import Leaves
 from shardrules._plan.plan import Plan
-from shardrules._program.jax_names import device_order
 from shardrules._rules.rules import Rules
 
 
@@ -309,7 +308,9 @@ class _Audit:
             words = (f"in {each} memory" for each in (memory, planned_memory))
             yield _Fault("memory-kind", *words)
         mesh = getattr(sharding, "mesh", None)
-        devices = device_order(sharding) if mesh is None else tuple(mesh.devices.flat)
+        # Of a sharding without a mesh, JAX lists the parts in the order of its devices.
+        listed = sharding.devices_indices_map(shape) if mesh is None else mesh.devices.flat
+        devices = tuple(listed)
         if devices != self._devices:
             actual = f"on {_devices_shown([device.id for device in devices])}"
             if set(devices) == set(self._devices):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
+from functools import cache
 from time import perf_counter
 from typing import Any, Final, NamedTuple
 
@@ -16,8 +18,7 @@ from shardrules._plan.answers import Table
 from shardrules._plan.findings import Findings, Level
 from shardrules._plan.kinds import DEFAULT_LARGE
 from shardrules._plan.plan import Plan
-from shardrules._program.cache import Finished, finished
-from shardrules._program.compiler import asked_compiler, is_of_cpus
+from shardrules._program.compiler import asked_compiler, finished, is_of_cpus
 from shardrules._program.hlo import Collective
 from shardrules._program.lowering import (
     On,
@@ -117,12 +118,13 @@ def time_shown(proof: Proof) -> str:
 
 def head_of(proof: Proof) -> str:
     """Say whether a step fits, for what devices that is said, and how long the answer took."""
-    memory = proof.memory
-    text = "it is not known whether it fits"
+    text, memory = "it is not known whether it fits", proof.memory
     if memory is not None:
-        need, room = bytes_shown(memory.peak), proof.room and bytes_shown(proof.room)
-        fits = "it fits" if proof.fits else "it does not fit"
-        text = f"it needs {need} on each device" if room is None else f"{fits}: {need} of {room}"
+        need = bytes_shown(memory.peak)
+        text = f"it needs {need} on each device"
+        if proof.room is not None:
+            fits = "it fits" if proof.fits else "it does not fit"
+            text = f"{fits}: {need} of {bytes_shown(proof.room)}"
     took = f"in {proof.seconds:.1f} s{', as its code was in the cache' * proof.is_cached}"
     return f"{text}, {proof.target}, {took}"
 
@@ -197,10 +199,11 @@ def prove(
         64
     """
     check_type("time", time, bool, "True or False")
-    with AskedProof(
+    asked = AskedProof(
         step, args, on=on, inputs=inputs, outputs=outputs, hbm=hbm, large=large, budget=budget,
         needs_code=time,
-    ) as asked:  # fmt: skip
+    )  # fmt: skip
+    with closing(asked):
         return asked.proof()
 
 
@@ -224,24 +227,23 @@ class AskedProof:
         needs_code: bool = False,
     ) -> None:
         check_step(step, args)
-        self._room: Any = None if hbm is None else memory_bytes("hbm", hbm)
-        self._args, self._needs_code = args, needs_code
+        self._needs_code = needs_code
+        self._room = None if hbm is None else memory_bytes("hbm", hbm)
         if inputs is None:
             inputs = tuple(arg if isinstance(arg, Plan) else None for arg in args)
         mesh = None if on is None else target_mesh(on, args)
         self._mesh: Any = mesh_of(args) if mesh is None else mesh
+        if needs_code and self._mesh is not None and not has_devices(self._mesh):
+            raise ValueError(
+                "time=True compiles for devices: give on= a Topology, or a mesh of devices"
+            )
         limits_of({} if budget is None else budget, self._mesh)
         self._planned = (inputs, outputs) if mesh is None else _planned_on(mesh, (inputs, outputs))
         self._large, self._budget = byte_size("large", large), budget
+        self._unplaced = [list(map(is_unplaced, tree_util.tree_leaves(arg))) for arg in args]
         self._lowering = lowering_on(mesh, step, args)
         self._begin = perf_counter()
         self._compiler = asked_compiler(self._lowering.lowered, self._mesh)
-
-    def __enter__(self) -> AskedProof:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the compiler."""
@@ -250,61 +252,50 @@ class AskedProof:
 
     def proof(self) -> Proof:
         """Wait for the compiler, and compare what it makes with what is planned, as `prove`."""
-        lowered, mesh = self._lowering.lowered, self._mesh
-        topology = topology_of(mesh)
+        mesh, topology = self._mesh, topology_of(self._mesh)
         answer = None if self._compiler is None else self._compiler.answer()
-        seconds = perf_counter() - self._begin
-        if isinstance(answer, Refusal):
-            raise answer.error()
-        finished_step: Finished | None = None
-        if answer is None or self._needs_code:
-            ended = finished(lowered, mesh, is_kept=answer is not None)
-            if isinstance(ended, Refusal):
-                raise ended.error()
-            finished_step, seconds = ended, ended.seconds
-        content = finished_step and finished_step.compiled
-        if answer is not None:
-            content = answer.program
-        inputs, outputs = self._planned
+        seconds, ended = perf_counter() - self._begin, None
+        if self._needs_code or answer is None:
+            ended = finished(self._lowering.lowered, mesh)
+        for refusal in (answer, ended):
+            if isinstance(refusal, Refusal):
+                raise refusal.error()
+        assert not isinstance(answer, Refusal)
+        assert not isinstance(ended, Refusal)
         room = self._room
-        if room is None and mesh is not None and has_devices(mesh):
-            is_exact = topology is not None and answer is not None
-            room = topology.hardware.memory_bytes if is_exact else memory_limit(mesh)  # type: ignore[union-attr]
-        unplaced = [list(map(is_unplaced, tree_util.tree_leaves(arg))) for arg in self._args]
+        if room is None and answer is not None and topology is not None:
+            room = topology.hardware.memory_bytes
+        elif room is None and mesh is not None and has_devices(mesh):
+            room = memory_limit(mesh)
         findings, program = findings_and_program(
-            content, inputs, outputs, hbm=room, large=self._large, budget=self._budget,
-            unplaced=unplaced, log="" if answer is None else answer.warnings,
+            answer.program if answer is not None else ended and ended.compiled,
+            *self._planned, hbm=room, large=self._large, budget=self._budget,
+            unplaced=self._unplaced, log="" if answer is None else answer.warnings,
         )  # fmt: skip
-        estimate: ProgramTime | Roofline | None = None
-        if topology is not None and finished_step is None:
-            estimate = roofline_on(topology, program)
-        elif topology is not None and mesh is not None and finished_step is not None:
-            estimate = time_on(topology, mesh, finished_step.text)
+        time: ProgramTime | Roofline | None = None
+        if topology is not None:
+            time = time_on(topology, mesh, ended.text) if ended else roofline_on(topology, program)
         return Proof(
             target=_target_shown(mesh or program.mesh, topology),
             findings=findings,
             program=program,
             room=room,
-            seconds=seconds,
-            time=estimate,
+            seconds=ended.seconds if ended else seconds,
+            time=time,
             notes=tuple(self._lowering.notes),
-            compiled=finished_step and finished_step.compiled,
-            is_cached=finished_step is not None and finished_step.compiled is None,
+            compiled=ended and ended.compiled,
+            is_cached=ended is not None and ended.compiled is None,
         )
 
 
 def _planned_on(mesh: AnyMesh, planned: Any) -> Any:
     """Return what is planned, with plans for the mesh in the place of those for its axes."""
-    plans: dict[int, Plan] = {}  # the plan of a state is one object on both sides
-
-    def on_mesh(plan: Any) -> Any:
-        if not isinstance(plan, Plan):
-            return plan
-        if id(plan) not in plans:
-            plans[id(plan)] = plan.on_mesh(mesh)
-        return plans[id(plan)]
-
-    return tree_util.tree_map(on_mesh, planned, is_leaf=lambda node: isinstance(node, Plan))
+    on_mesh = cache(lambda plan: plan.on_mesh(mesh))  # the plan of a state is one on both sides
+    return tree_util.tree_map(
+        lambda node: on_mesh(node) if isinstance(node, Plan) else node,
+        planned,
+        is_leaf=lambda node: isinstance(node, Plan),
+    )
 
 
 def _target_shown(mesh: AnyMesh | None, topology: Topology | None) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from itertools import product
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -25,8 +26,7 @@ from shardrules._base.text import (
 )
 from shardrules._place.mesh import AnyMesh, as_mesh
 from shardrules._plan.answers import Answer, Column, Table
-from shardrules._plan.plan import Plan
-from shardrules._plan.sweep import factorizations, few_heads_notes
+from shardrules._plan.sweep import factorizations
 from shardrules._program.compiler import is_of_cpus, results_in_order
 from shardrules._program.lowering import check_step_on, step_parts
 from shardrules._program.memory import Buffer, OutOfMemory
@@ -78,18 +78,11 @@ class StepSweep(Answer[StepSweepRow]):
     """The devices, and how many rows fit; whether all of them have been tried."""
     is_whole: bool = True
     """False if an interrupt came before all were tried."""
-    _heads: tuple[str, ...] = ()
-    """As `few_heads_notes` of the plans among the arguments."""
 
     @property
     def heading(self) -> str:
         """The summary."""
         return self.summary
-
-    @property
-    def notes(self) -> list[str]:
-        """Lines with axes of more devices than arrays have heads."""
-        return [printable(line) for line in self._heads]
 
     def _json(self) -> dict[str, Any]:
         return {"summary": self.summary, "is_whole": self.is_whole}
@@ -118,7 +111,7 @@ def step_sweep_table(rows: Sequence[StepSweepRow]) -> Table:
             row.sent and bytes_shown(sum(row.sent.values())),
             ", ".join(f"{axes} {bytes_shown(size)}" for axes, size in row.sent.items()),
             row.peak and bytes_shown(row.peak),
-            verdict_of(row),
+            _verdict(row),
             row.why,
         ]
         for row in rows
@@ -128,7 +121,7 @@ def step_sweep_table(rows: Sequence[StepSweepRow]) -> Table:
     return Table([columns[i] for i in kept], texts)
 
 
-def verdict_of(row: StepSweepRow) -> str:
+def _verdict(row: StepSweepRow) -> str:
     """Say in words whether it fits; "" if that is not known."""
     if row.peak is None:
         return "not compiled"
@@ -207,15 +200,8 @@ def swept(
         for mesh in meshes
         for choice in product(*values.values())
     ]
-
-    plans: list[Plan] = []
-
-    def start(case: tuple[AnyMesh, dict[str, Any]]) -> _AskedRow:
-        mesh, choice = case
-        return _AskedRow(mesh, choice, _asked(step_on, mesh, choice, room, plans))
-
     rows: list[StepSweepRow] = []
-    results = results_in_order(cases, start, _proved_row, _AskedRow.close)
+    results = results_in_order(cases, partial(_asked, step_on, room), _row, _close)
     with suppress(KeyboardInterrupt), closing(results) as finished:
         show(f"0 of {len(cases)} programs")
         for row in finished:
@@ -229,13 +215,11 @@ def swept(
     if is_cut := len(rows) < len(cases):
         summary += f"; not whole, as it was interrupted: {len(cases):,} were to be tried"
     rows.sort(key=_rank)
-    ranked = [row for row in rows if row.peak is not None and row.fits is not False]
-    if ranked and ranked[0].time is None:
+    if rows[0].time is None and rows[0].peak is not None and rows[0].fits is not False:
         summary += "; no time is known of these devices: what sends least comes first"
-    verdicts = Counter(filter(None, map(verdict_of, rows)))
+    verdicts = Counter(filter(None, map(_verdict, rows)))
     summary = "; ".join([summary, *(f"{word}: {count:,}" for word, count in verdicts.items())])
-    heads = few_heads_notes(plans)
-    return StepSweep(rows, summary=summary, is_whole=not is_cut, _heads=heads)
+    return StepSweep(rows, summary=summary, is_whole=not is_cut)
 
 
 def _checked_choices(
@@ -274,65 +258,54 @@ def _meshes(on: SweptOn, axes: Sequence[str] | None) -> list[AnyMesh]:
     return [as_mesh(sizes, "on") for sizes in factorizations(count, names)]
 
 
-class _AskedRow(NamedTuple):
-    """A row whose compiler is at work."""
-
-    mesh: AnyMesh
-    choice: dict[str, Any]
-    proof: AskedProof | str
-    """Or why there is none."""
-
-    def close(self) -> None:
-        """End the compiler."""
-        if isinstance(self.proof, AskedProof):
-            self.proof.close()
+_Case: TypeAlias = tuple[AnyMesh, dict[str, Any]]
+_Asked: TypeAlias = tuple[StepSweepRow, AskedProof | None]
+"""A row without an answer, and the compiler that is asked for it, if any."""
 
 
-def _asked(
-    step_on: Callable[..., Any],
-    mesh: AnyMesh,
-    choice: dict[str, Any],
-    room: int | None,
-    plans: list[Plan],
-) -> AskedProof | str:
-    """Start the compiler of a row, and note its plans; or return why that cannot be done."""
+def _asked(step_on: Callable[..., Any], room: int | None, case: _Case) -> _Asked:
+    """Start the compiler of a row; or let it say why that cannot be done."""
+    mesh, choice = case
+    row = StepSweepRow(dict(mesh.shape), choice, None, None, {}, None)
     try:
         parts = step_on(mesh, **choice)
     except Exception as error:  # of the user's function, such as for heads that tp cannot cut
-        return _said(error)
+        return row._replace(why=_said(error)), None
     step, args, *outputs = step_parts(parts, "step_on")
-    plans += [arg for arg in args if isinstance(arg, Plan)]
     try:
-        return AskedProof(step, args, on=mesh, outputs=outputs[0] if outputs else None, hbm=room)
+        return row, AskedProof(step, args, on=mesh, outputs=next(iter(outputs), None), hbm=room)
     except Exception as error:
-        return _said(error)
+        return row._replace(why=_said(error)), None
 
 
-def _proved_row(row: _AskedRow) -> StepSweepRow:
+def _close(asked: _Asked) -> None:
+    """End the compiler of a row."""
+    if asked[1] is not None:
+        asked[1].close()
+
+
+def _row(asked: _Asked) -> StepSweepRow:
     """Wait for the compiler of a row."""
-    mesh, choice, asked = row
-    sizes = dict(mesh.shape)
-    if isinstance(asked, str):
-        return StepSweepRow(sizes, choice, None, None, {}, None, asked)
+    row, compiler = asked
+    if compiler is None:
+        return row
     try:
-        with asked:
-            proof = asked.proof()
+        with closing(compiler):
+            proof = compiler.proof()
     except OutOfMemory as refusal:
-        largest = _largest(refusal.buffers)
-        return StepSweepRow(sizes, choice, refusal.required, False, {}, None, largest)
+        return row._replace(peak=refusal.required, fits=False, why=_largest(refusal.buffers))
     except Exception as error:
-        return StepSweepRow(sizes, choice, None, None, {}, None, _said(error))
-    sent: defaultdict[str, int] = defaultdict(int)
+        return row._replace(why=_said(error))
+    sent: Counter[str] = Counter()
     for (names, _), size in proof.program.sent.items():
         sent[",".join(names)] += size
-    return StepSweepRow(
-        sizes,
-        choice,
-        peak=proof.memory and proof.memory.peak,
+    memory = proof.memory
+    return row._replace(
+        peak=memory and memory.peak,
         fits=proof.fits,
-        sent=dict(sorted(sent.items(), key=lambda item: -item[1])),
+        sent=dict(sent.most_common()),
         time=proof.time if isinstance(proof.time, Roofline) else None,
-        why=_largest(proof.memory.buffers) if proof.fits is False and proof.memory else "",
+        why=_largest(memory.buffers) if memory and proof.fits is False else "",
     )
 
 
