@@ -71,8 +71,7 @@ BOUNDS = {
     "name | 9;": ("_checkpoint.names", "_MOST_DIGITS", 9),
     "32 MiB, or": ("_rules.rules", "DEFAULT_MEMORY_BUDGET", 32 << 20),
     "HLO | 131,072 |": ("_program.hlo", "_MOST_DEVICES", 131_072),
-    "| 512 MiB; 1 GB |": ("_program.cache", "_MOST_UNPACKED", 512 << 20),
-    "; 1 GB |": ("_program.cache", "_LIMIT", 10**9),
+    "| entries of the cache | 100 |": ("_program.compiler", "_MOST_KEPT", 100),
     "1,200 s": ("_program.compiler", "LIMIT", 1200),
 }
 
