@@ -78,23 +78,6 @@ class CompilerAnswer(NamedTuple):
     """What XLA has written to standard error."""
 
 
-def asked_compiler(lowered: Any, mesh: Any) -> AskedCompiler | None:
-    """Start what makes a lowered step, in a child process; None for devices that have none.
-
-    Those are GPUs, and TPUs that are there.
-
-    Args:
-        lowered: JAX's own, or that of flax or equinox.
-        mesh: The devices; for CPUs, XLA is asked for as many host devices as it has.
-
-    Raises:
-        ImportError: The mesh is of described TPUs, and libtpu is not installed.
-        OSError: There is no room for its files.
-        RuntimeError: This JAX hides what a compiler needs.
-    """
-    return AskedCompiler(lowered, mesh) if has_child(mesh) else None
-
-
 class Child:
     """A process that runs what it is asked; it and its files are gone when this is closed."""
 
@@ -152,7 +135,16 @@ class Child:
 
 
 class AskedCompiler:
-    """A child process that compiles a step; it and its files are gone when this is closed."""
+    """A child process that compiles a step; it and its files are gone when this is closed.
+
+    Args:
+        lowered: JAX's own, or that of flax or equinox.
+        mesh: The devices; for CPUs, XLA is asked for as many host devices as it has.
+
+    Raises:
+        ImportError: The mesh is of described TPUs, and libtpu is not installed.
+        OSError: There is no room for its files.
+    """
 
     def __init__(self, lowered: Any, mesh: Any) -> None:
         self._lowered, self._topology, self._mesh = lowered, topology_of(mesh), mesh

@@ -180,7 +180,7 @@ def answered(answer):
 
 
 def test_a_layout_that_the_compiler_refuses_or_fails_at_is_no_answer(few, monkeypatch):
-    real, answers = prove.asked_compiler, iter([lambda: REFUSAL, lambda: crash()])
+    real, answers = prove.AskedCompiler, iter([lambda: REFUSAL, lambda: crash()])
 
     def crash():
         raise RuntimeError("the compiler has crashed, by signal 6. Its last words: none")
@@ -189,7 +189,7 @@ def test_a_layout_that_the_compiler_refuses_or_fails_at_is_no_answer(few, monkey
         answer = next(answers, None)
         return answered(answer) if answer else real(*args)
 
-    monkeypatch.setattr(prove, "asked_compiler", ask)
+    monkeypatch.setattr(prove, "AskedCompiler", ask)
     solution = solved(FEW, devices())
     assert not solution.candidates[0].refusal
     refusals = {row.what: row.refusal for row in solution.candidates if row.refusal}
@@ -207,7 +207,7 @@ def test_if_all_are_refused_layouts_that_need_less_are_compiled(few, monkeypatch
         return best_of(searches, *others)
 
     monkeypatch.setattr(solving, "best_of", searched)
-    monkeypatch.setattr(prove, "asked_compiler", lambda *_: answered(lambda: REFUSAL))
+    monkeypatch.setattr(prove, "AskedCompiler", lambda *_: answered(lambda: REFUSAL))
     with pytest.raises(ValueError, match="nothing fits: the compiler refuses all of the") as error:
         solved(MANY, devices())
     assert "FSDP on fsdp=4,tp=2: it needs 200 GB of 103 GB" in str(error.value)

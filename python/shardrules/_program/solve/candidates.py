@@ -241,8 +241,7 @@ def _with_answer(asked: _Asked) -> Contender:
     """Return a layout with the compiler's answer."""
     row, proof = asked
     try:
-        with proof:
-            row.program, memory = (answer := proof.proof()).program, answer.memory
+        row.program, memory = (answer := proof.proof()).program, answer.memory
         assert memory is not None
         needed, row.compiled = memory.peak, _costs(row, row.program, memory.peak)
     except OutOfMemory as refusal:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from functools import cache
 from time import perf_counter
 from typing import Any, Final, NamedTuple
@@ -18,7 +17,7 @@ from shardrules._plan.answers import Table
 from shardrules._plan.findings import Findings, Level
 from shardrules._plan.kinds import DEFAULT_LARGE
 from shardrules._plan.plan import Plan
-from shardrules._program.compiler import asked_compiler, finished, is_of_cpus
+from shardrules._program.compiler import AskedCompiler, finished, has_child, is_of_cpus
 from shardrules._program.hlo import Collective
 from shardrules._program.lowering import (
     On,
@@ -199,18 +198,17 @@ def prove(
         64
     """
     check_type("time", time, bool, "True or False")
-    asked = AskedProof(
+    return AskedProof(
         step, args, on=on, inputs=inputs, outputs=outputs, hbm=hbm, large=large, budget=budget,
         needs_code=time,
-    )  # fmt: skip
-    with closing(asked):
-        return asked.proof()
+    ).proof()  # fmt: skip
 
 
 class AskedProof:
     """A step that is lowered, and which a compiler is at work on; `proof` waits for it.
 
-    Several may be asked at once, as `sweep` does. None is left of the compiler when it is closed.
+    Several may be asked at once, as `sweep` does. Nothing is left of the compiler behind `proof`,
+    or `close`.
     """
 
     def __init__(
@@ -243,7 +241,9 @@ class AskedProof:
         self._unplaced = [list(map(is_unplaced, tree_util.tree_leaves(arg))) for arg in args]
         self._lowering = lowering_on(mesh, step, args)
         self._begin = perf_counter()
-        self._compiler = asked_compiler(self._lowering.lowered, self._mesh)
+        self._compiler: AskedCompiler | None = None
+        if has_child(self._mesh):
+            self._compiler = AskedCompiler(self._lowering.lowered, self._mesh)
 
     def close(self) -> None:
         """End the compiler."""

@@ -290,8 +290,7 @@ def _row(asked: _Asked) -> StepSweepRow:
     if compiler is None:
         return row
     try:
-        with closing(compiler):
-            proof = compiler.proof()
+        proof = compiler.proof()
     except OutOfMemory as refusal:
         return row._replace(peak=refusal.required, fits=False, why=_largest(refusal.buffers))
     except Exception as error:
