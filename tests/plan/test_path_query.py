@@ -67,7 +67,7 @@ def test_what_is_ambiguous_is_an_error_with_the_candidates(plan):
     with pytest.raises(KeyError, match="any of 2 folded paths: head/w, opt/head; give more"):
         plan.explain("*he*d*")
     names = {f"{chr(97 + i)}{chr(98 + i)}": {"w": LEAF} for i in range(15)}
-    with pytest.raises(KeyError, match="15 folded paths: ab/w, .* and 5 more; give more"):
+    with pytest.raises(KeyError, match="15 folded paths: ab/w, .* and 5 more paths; give more"):
         sr.plan(names, [("", ())], {"tp": 2}).explain("w")
 
 

@@ -43,7 +43,6 @@ from shardrules._plan.kinds import (
     axes_named,
     could_cut,
     is_replicated,
-    refusal_of,
 )
 
 if TYPE_CHECKING:
@@ -254,18 +253,10 @@ def misfits(context: CheckContext) -> Iterator[Finding]:
 
 
 def _misfit_words(kind: Kind, plan: Plan) -> Iterator[_Words]:
-    """Yield message and fix of each reason why leaves of a kind are not placed.
-
-    Axes that the mesh lacks are reported so.
-    """
-    if kind.status == "ambiguous":
-        yield str(kind.message), f"{kind.fix}; `explain` a path to see which they are"
-    elif kind.status == "misfit":
-        errors = [loss for loss in kind.losses if loss.is_error]
-        others = [loss for loss in errors if loss.kind != "absent"]
-        if others:
-            yield refusal_of(others)
-        elif not errors:
+    """Yield message and fix of each reason why leaves of a kind are not placed."""
+    if kind.status in ("ambiguous", "misfit"):
+        errors = [loss.kind for loss in kind.losses if loss.is_error]
+        if not errors or {*errors} != {"absent"}:  # which is reported as that
             yield str(kind.message), kind.fix or "change the rule, the mesh or the array"
     elif kind.spec is not None and kind.shape is not None:
         yield from refusals(kind, plan)

@@ -320,13 +320,13 @@ def unknown_names(context: CheckContext) -> Iterator[Finding]:
         # Names that differ in numbers alone are no misspellings of each other.
         stem = _NUMBERS.sub("", name)
         others = [n for n in axes_of if isinstance(n, str) and _NUMBERS.sub("", n) != stem]
-        absent = nearest(name, unused, SLIP)
-        meant = absent or nearest(name, others, SLIP)
+        meant = nearest(name, others, SLIP)
+        absent = meant in unused
         replicated = [
             part for part in context.undeclared(folded) if context.is_whole(kinds[part.group])
         ]
         size = context.device_bytes(replicated)
-        hint = f"; did you mean {meant!r}{', which no leaf has' * bool(absent)}?" if meant else ""
+        hint = f"; did you mean {meant!r}{', which no leaf has' * absent}?" if meant else ""
         cost = f"; {counted(leaves_in(replicated), 'leaf')} replicated: {at_stake(size)}"
         level = context.level(size, "error")
         yield finding(

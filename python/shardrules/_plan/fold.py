@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from shardrules import _core
-from shardrules._base.text import brief, near_shown, printable, shown
+from shardrules._base.text import and_more, brief, near_shown, printable, shown
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -278,48 +278,35 @@ class PathMatch(NamedTuple):
     """How many they are."""
 
 
-def row_of(plan: Plan, path: str) -> int:
-    """Return the row of this path; of a folded one, that of the first of its leaves."""
-    match = _exact_match(plan, path)
-    if match is None:
-        raise _PathError(_no_such_path(plan, path))
-    return match.row
-
-
-def find(plan: Plan, path: str) -> PathMatch:
-    """Return the leaves of this path, which may be folded, a glob, or the end of paths.
+def find(plan: Plan, path: str, *, exactly: bool = False) -> PathMatch:
+    """Return the leaves of this path, which may be folded; or, unless exactly, a glob or an end.
 
     Raises:
         KeyError: No leaf has this path, or leaves of several folded paths have it; the message has
             the nearest ones, or all of them.
     """
-    match = _exact_match(plan, path)
-    if match is not None:
-        return match
-    rows = _rows_like(path, plan) if path else []
-    if not rows:
-        raise _PathError(_no_such_path(plan, path))
-    folded = plan.folded
-    of_row = np.zeros(len(plan.paths), np.intp)
-    for i, siblings in enumerate(folded):
-        of_row[siblings.rows] = i
-    candidates = np.unique(of_row[rows]).tolist()
-    if len(candidates) > 1:
-        rest = len(candidates) - _MOST_CANDIDATES
-        texts = ", ".join(printable(folded[i].pattern) for i in candidates[:_MOST_CANDIDATES])
-        raise _PathError(
-            f"{brief(path)} is ambiguous: it may be any of {len(candidates)} folded paths: {texts}"
-            f"{f' and {rest} more' if rest > 0 else ''}; give more of the path"
-        )
-    return PathMatch(rows[0], len(rows))
-
-
-def _exact_match(plan: Plan, path: str) -> PathMatch | None:
     row = plan._leaves.rows.get(path)
     if row is not None:
         return PathMatch(row, 1)
-    folded = next((folded for folded in plan.folded if folded.pattern == path), None)
-    return None if folded is None else PathMatch(int(folded.rows[0]), len(folded.rows))
+    folded = plan.folded
+    patterns = [siblings.pattern for siblings in folded]
+    if path in patterns:
+        rows = folded[patterns.index(path)].rows
+        return PathMatch(int(rows[0]), len(rows))
+    found = _rows_like(path, plan) if path and not exactly else []
+    if not found:
+        near = near_shown(path, patterns) or "; plan.paths lists them"
+        raise _PathError(f"no leaf has the path {brief(path)}{near}")
+    rows_found = set(found)
+    candidates = [i for i, of in enumerate(folded) if not rows_found.isdisjoint(of.rows.tolist())]
+    if len(candidates) > 1:
+        texts = [printable(patterns[i]) for i in candidates[:_MOST_CANDIDATES]]
+        more = and_more(len(candidates), _MOST_CANDIDATES, "path")
+        raise _PathError(
+            f"{brief(path)} is ambiguous: it may be any of {len(candidates)} folded paths: "
+            f"{', '.join([*texts, *more])}; give more of the path"
+        )
+    return PathMatch(found[0], len(found))
 
 
 def _rows_like(path: str, plan: Plan) -> list[int]:
@@ -332,8 +319,3 @@ def _rows_like(path: str, plan: Plan) -> list[int]:
         if rows := [row for row, other in enumerate(plan.paths) if fits(other)]:
             return rows
     return []
-
-
-def _no_such_path(plan: Plan, path: str) -> str:
-    near = near_shown(path, [folded.pattern for folded in plan.folded])
-    return f"no leaf has the path {brief(path)}{near or '; plan.paths lists them'}"

@@ -108,7 +108,7 @@ WITHOUT_RULE: Final = {
     AMBIGUOUS: Fit(
         status="ambiguous",
         message="several rules match, where only one may",
-        fix="make the patterns exclude each other",
+        fix="make the patterns exclude each other; `explain` a path to see which they are",
     ),
 }
 """What leaves get that no rule decides, by what stands in the place of a rule's index."""
@@ -288,16 +288,13 @@ def fitted(
     errors = [loss for loss in losses if loss.is_error]
     if not errors:
         return Fit(spec=spec, **says)
-    message, fix = refusal_of(errors)
+    message, fix = (
+        "; ".join(dict.fromkeys(words))
+        for words in ([loss.message for loss in errors], [loss.fix for loss in errors])
+    )
     if any(loss.kind != "absent" for loss in errors):
         spec = None
     return Fit(status="misfit", message=message, fix=fix, _counted=spec, **says)
-
-
-def refusal_of(losses: Sequence[Loss]) -> tuple[str, str]:
-    """Return (message, fix) of leaves with these losses, which the correction forbids."""
-    messages = dict.fromkeys(loss.message for loss in losses)
-    return "; ".join(messages), "; ".join(dict.fromkeys(loss.fix for loss in losses))
 
 
 def loss_of(rule_spec: SpecOnMesh, lost: LostAxes, shape: tuple[int, ...]) -> Loss:

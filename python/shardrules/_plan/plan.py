@@ -43,7 +43,7 @@ from shardrules._plan.align import (
     survey_planned,
 )
 from shardrules._plan.findings import NOTHING, CheckKind, Declared, Findings, Level, all_declared
-from shardrules._plan.fold import Folded, find, row_of
+from shardrules._plan.fold import Folded, find
 from shardrules._plan.kinds import DEFAULT_LARGE, Kind, Spec, coverage_of
 from shardrules._plan.leaves import Leaves, axes_said, leaves_by_specs, redecided, survey
 from shardrules._plan.memory import DeviceBytes, Training, hbm_bytes
@@ -661,7 +661,7 @@ class Plan(Decider):
             KeyError: No leaf has this path; the message has the nearest ones.
         """
         check_type("path", path, str, _PATH)
-        return self.kinds[int(self.kind_of[row_of(self, path)])]
+        return self.kinds[int(self.kind_of[find(self, path, exactly=True).row])]
 
     def _declaring(self, declared: Declared) -> Plan:
         """Return the same plan, with what `check` is to know about its rules."""
