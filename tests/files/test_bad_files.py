@@ -40,7 +40,12 @@ MODELS = [
     (rows(["x", [1]]), r"params\[2\]"),
     (rows([1, [1], "F32"]), r"params\[2\]: Expected `str`, got `int` - at `\$\[0\]`"),
     (rows(["a\ud800", [1], "F32"]), r"array 'a\\ud800' has half a surrogate pair"),
+    ({"params": ["\ud800"]}, r"params\[0\]: "),
+    (rows(["x", [-0.0], "F32"]), r"params\[2\]: Expected `int`, got `float`"),
+    (rows(["x", [1e999], "F32"]), "Infinity is not a JSON number"),
+    (rows(["x", [10**40], "F32"]), "more than 2"),
     (rows(["step", [1], "F32"]), "array 'step' is there twice; rename or remove one"),
+    (named({"step": [True]}), "'step' has"),
     (rows(["x", 3, "F32"]), r"params\[2\]: Expected `array`, got `int` - at `\$\[1\]`"),
     (rows(["x", [4, 8], "F32"], ["y", [4, True], "F32"]), r"params\[3\]: Expected `int`, got `bool` - at `\$\[1\]\[1\]`"),
     (rows(["x", [8], "F32"], ["y", [8.0], "F32"]), r"params\[3\]: Expected `int`, got `float`"),
@@ -78,10 +83,15 @@ RULES = [
     (table(replicated="x"), "replicated is 'x'"),
     (table(replicated=["a", "["]), r"replicated\[1\]: unterminated character set"),
     (table(optional_axes="sp"), "optional_axes is 'sp'"),
+    (table(optional_axes=[""]), r"optional_axes is \[''\]"),
+    (table(min_size=-1), "min_size is -1"),
+    (table(min_size=True), "min_size is True"),
+    (b'{"rules": [], "rules": []}', "key 'rules' is there twice"),
     (table(data_axes=[3]), r"data_axes is \[3\]"),
     (table(companions="lora"), "companions is 'lora' .*; write a list of strings"),
+    (table(stacked="layers"), "stacked is 'layers' .*; write a list of paths or tables"),
     (table(companions=["lorra"]), r"companions\[0\]: there is no table 'lorra'.*lora, quantized"),
-    (table(companions=[{}]), r"companions\[0\]: there is no table {}"),
+    (table(companions=[{}]), r"companions is \[{}\] .*; write a list of strings"),
     (table(stacked=["a", 3]), r"stacked\[1\]: it is 3 .*; write the path of the stack, or a table"),
     (table(stacked=[{"layer": "h_*"}]), r"stacked\[0\]: .*; write the path of the stack"),
     (table(stacked=[{"at": "h", "axis": -1}]), r"stacked\[0\]: axis is -1"),
@@ -115,7 +125,7 @@ RULES = [
     (rule(correction={"pad": 3}), "rule 0: correction: pad"),
     (table(kind="glob"), "kind is 'glob'.*one of regex, logical"),
     (logical(dialect="eformer"), "dialect 'eformer' is unknown for logical rules.*linen"),
-    (logical(stacked=["layers"]), "stacked: it is for rules of paths"),
+    (logical(stacked=["layers"]), "stacked, companions: they are for rules of paths"),
     (logical(correction={"rank": "x"}), "correction: rank"),
     (logical(data_axes="dp"), "data_axes is 'dp'"),
     (logical(mesh_axes=["dp"]), "key 'mesh_axes' is unknown"),
@@ -197,21 +207,28 @@ def test_a_wrong_file_is_refused(write, read, name, data, expected):
     assert told.count("\n") == (2 if "^" in told else 0)  # with the pattern and a caret below it
 
 
-def test_a_dialect_of_the_other_kind_is_refused(write):
-    for data, dialect, expected in (
-        (logical(), sr.dialects.EFORMER, "the rules are logical"),
-        (table(), sr.dialects.LINEN, "the rules are for paths, and linen"),
-    ):
-        with pytest.raises(sr.FileError, match=expected):
-            read_rule_source(write("rules.json", data), dialect)
+@pytest.mark.parametrize(("data", "dialect"), [(logical(), "EFORMER"), (table(), "LINEN")])
+def test_a_dialect_of_the_other_kind_is_refused(write, data, dialect):
+    with pytest.raises(sr.FileError, match="these are (logical|regex) rules, and .* is for others"):
+        read_rule_source(write("rules.json", data), getattr(sr.dialects, dialect))
 
 
-def test_a_file_that_is_not_there(tmp_path):
-    for name, read in (
-        ("none.json", read_arrays), ("none.safetensors", read_arrays),
-        ("none.toml", read_rule_source), ("node.toml", sr.read_hardware),
-    ):  # fmt: skip
-        assert "No such file or directory; check" in message(read, tmp_path / name)
-    assert "Is a directory" in message(read_rule_source, str(tmp_path))
+@pytest.mark.parametrize("read", [read_arrays, sr.read_model, read_rule_source, sr.read_rules, sr.read_hardware])
+def test_a_file_that_is_not_there(tmp_path, read):
+    assert "No such file or directory; check" in message(read, tmp_path / "none.toml")
+    for name in ("a\0b", "é\ud800"):  # in no folder, whatever its system
+        with pytest.raises(sr.FileError, match="no file can have this name"):
+            read(name)
+    assert "File name too long" in message(read, "x" * 300)
     (tmp_path / "readme.txt").write_text("nothing")
-    assert "the directory has no arrays that can be read" in message(read_arrays, str(tmp_path))
+    assert re.search("Is a directory|the directory has no arrays", message(read, tmp_path))
+
+
+# Names of files in an index: each is of a file beside it, or refused.
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "/", "a/b", "../m.safetensors", "a\0b", "\ud800", "x" * 300, "-", "~", "m.safetensors/", 3, None],
+)
+def test_a_name_in_an_index_is_of_a_file_beside_it(write, name):
+    told = message(read_arrays, write("m.safetensors.index.json", {"weight_map": {"w": name}}))
+    assert re.search("name of a file beside it|is missing beside the index|'weight_map': it is|name too long", told)

@@ -140,7 +140,7 @@ def test_names_of_a_manifest(files):
         ("plan MODEL", 0, "embed: 0, mlp: 1"),
         ("check MODEL", 0, ""),
         ("explain MODEL layers/0/wi", 0, "dim 0 'embed': rule 0"),
-        ("plan MODEL --dialect keras", 2, "path"),
+        ("plan MODEL --dialect keras", 2, "these are logical rules"),
     ],
 )
 def test_commands(files, words, code, expected):

@@ -131,35 +131,25 @@ READS = pytest.mark.parametrize("read", [load, sr.read_model])
 
 
 @READS
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("meta-llama/Llama-3.1-8B", "hf download meta-llama/Llama-3.1-8B --local-dir"),
-        ("models/m.safetensors", "No such file or directory"),
-        ("/models/llama/8b", "No such file or directory"),
-        ("x" * 5000, "File name too long"),
-    ],
-    ids=["repository", "file", "absolute", "long"],
-)
-def test_what_is_not_there(read, source, expected):
-    with pytest.raises(sr.FileError, match=expected):
-        read(source)
+@pytest.mark.parametrize("source", ["meta-llama/Llama-3.1-8B", "models/m.safetensors", "/models/llama/8b"])
+def test_what_is_not_there(read, source):
+    assert "No such file or directory" in message(read, source)
 
 
 @READS
-def test_a_url_without_fsspec(read, monkeypatch):
+def test_what_is_elsewhere(read, monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(sr.FileError, match=r"pip install fsspec, and for gs:"):
-        read("gs://bucket/model")
+    assert "pip install fsspec, and for gs:" in message(read, "gs://bucket/model")
+    for url in ("https://example.org/m.json", "file:///m.json"):
+        assert "it is not read from there" in message(read, url)
 
 
 @READS
-@pytest.mark.parametrize("file", ["m.npz", "m.gguf", "pytorch_model.bin", "m.PT", "m.h5"])
-def test_another_format_is_named(tmp_path, read, file):
-    (tmp_path / file).write_bytes(b"\x00\x01")
-    for source in (tmp_path / file, tmp_path):
-        with pytest.raises(sr.FileError, match=r"files of \.\w+ are not read here.*save_file"):
-            read(source)
+@pytest.mark.parametrize("file", ["m.npz", "m.gguf", "pytorch_model.bin"])
+def test_another_format_is_refused(tmp_path, read, file):
+    (tmp_path / file).write_bytes(b"PK\x03\x04\xff")
+    assert "this is not UTF-8 text" in message(read, tmp_path / file)
+    assert "the directory has no arrays that can be read; give a *.safetensors" in message(read, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -196,5 +186,4 @@ def test_an_index_that_lacks_a_file(save):
     directory = save("m-00001-of-00002")
     index = {"weight_map": {"w0": "m-00001-of-00002.safetensors"}}
     (directory / "m.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(sr.FileError, match="missing: m-00002-of-00002.safetensors"):
-        load(directory)
+    assert "missing: m-00002-of-00002.safetensors" in message(load, directory)

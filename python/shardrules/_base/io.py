@@ -89,6 +89,12 @@ def path_of(path: str | os.PathLike[str]) -> Path:
     """
     if not os.fspath(path):
         raise FileError("the path is empty; give the name of a file, or . for this directory")
+    try:
+        is_name = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        is_name = False
+    if not is_name:
+        raise FileError(f"{os.fspath(path)}: no file can have this name; correct it")
     return Path(path)
 
 

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 from typing import Final
 
 from shardrules._base.arguments import check_type
-from shardrules._base.hardware import Hardware, public_hardware
+from shardrules._base.hardware import Hardware
 from shardrules._base.io import FileError, opened, path_of
 from shardrules._base.text import bytes_shown
 from shardrules._plan.codec import check_keys, naming
@@ -44,11 +44,6 @@ def read_hardware(path: str | os.PathLike[str]) -> Hardware:
     """
     check_type("path", path, str | os.PathLike, "the path of a file")
     file = path_of(path)
-    if str(file) in public_hardware() and not file.exists():
-        raise FileError(
-            f"{file}: this is no file, but a device with public figures; write "
-            f"shardrules.Hardware.named({str(file)!r})"
-        )
     with opened(file) as content:
         data = content.read(_MOST_BYTES + 1) or b""
     if len(data) > _MOST_BYTES:

@@ -9,17 +9,19 @@ import io
 import os
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from shardrules._base.arguments import MOST
 from shardrules._base.dtypes import numpy_name
 from shardrules._base.io import FileError, first_repeated
-from shardrules._base.text import brief
+from shardrules._base.text import brief, shown
 
 _CHECK: Final = "check the URL, your credentials and the connection"
 _INSTALL: Final = (
@@ -125,6 +127,8 @@ class RemoteFile(io.RawIOBase):
 
 
 _HALF_PAIR: Final = re.compile("[\ud800-\udfff]")
+# The second for half a surrogate pair in the name of a field.
+_WRONG: Final = (msgspec.ValidationError, UnicodeEncodeError)
 
 
 class StoredFile(NamedTuple):
@@ -219,3 +223,20 @@ def check_text(path: Path, words: Sequence[str], what: str) -> None:
         raise FileError(
             f"{path}: {what} {word!r} has half a surrogate pair in its name; rename it"
         ) from None
+
+
+def converted(
+    path: Path, values: Sequence[Any], kind: Any, name_of: Callable[[int], str], fix: str
+) -> list[Any]:
+    """Convert values of JSON to this type; an error names the first that is not of it."""
+    try:
+        return msgspec.convert(values, list[kind])
+    except _WRONG:
+        for index, value in enumerate(values):
+            try:
+                msgspec.convert(value, kind)
+            except _WRONG as error:
+                raise FileError(
+                    f"{path}: {name_of(index)}: {error}: it is {shown(value)}; {fix}"
+                ) from None
+        raise

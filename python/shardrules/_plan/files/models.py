@@ -9,8 +9,6 @@ import re
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import msgspec
-
 from shardrules._base.arguments import boolean, check_type, integer
 from shardrules._base.dtypes import given_name, key_dtype
 from shardrules._base.io import (
@@ -28,7 +26,7 @@ from shardrules._base.io import (
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import near_shown, shown
 from shardrules._plan.align import check_distinct
-from shardrules._plan.files.leaves import ArraySpec, ArraySpecs, RemotePath
+from shardrules._plan.files.leaves import ArraySpec, ArraySpecs, RemotePath, converted
 from shardrules._plan.files.modules import file_name
 from shardrules._plan.files.safetensors import (
     INDEX_SUFFIX,
@@ -50,18 +48,11 @@ _MOST_LEVELS: Final = 1000
 
 # `Path` makes one slash of two.
 _URL: Final = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+):/")
-_REPOSITORY: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_NOT_READ: Final = (
-    ".bin", ".pt", ".pth", ".ckpt", ".npz", ".npy", ".gguf", ".msgpack", ".h5", ".keras",
-)  # fmt: skip
-_JSON: Final = (".json", ".json.gz")
 _SAFETENSORS: Final = (SUFFIX, INDEX_SUFFIX)
 _FORMS: Final = (
     "a *.safetensors file, its *.index.json, a directory of them, or JSON (also gzipped) as "
     '{"params": [["name", [4096, 128], "BF16"], ...]}'
 )
-_ORBAX: Final = "_METADATA"
-"""A file in the directory of an orbax checkpoint's tree."""
 
 
 class Arrays(NamedTuple):
@@ -143,53 +134,46 @@ def read_arrays(source: str, make: ArraySpecs | None = None) -> Arrays:
     Raises:
         FileError: There is no such file, its kind is unknown, or it is damaged.
     """
-    path = _place_of(source)
+    path, make = _place_of(source), ArraySpecs() if make is None else make
     try:
-        if not path.is_file() and not path.is_dir():
-            _check_place(source)
         with collector_paused():
-            return _read_form(path, ArraySpecs() if make is None else make)
+            if path.is_dir():
+                return _of_directory(path, make)
+            if path.name.endswith(SUFFIX):
+                return _arrays_in(path, read_header(path, make))
+            return _of_json(path, make)
     except OSError as error:
         raise unreadable(path, error) from None
 
 
-def _read_form(path: Any, make: ArraySpecs) -> Arrays:
-    """Read the first form that the names in a directory, or that of a file, are of."""
-    is_directory = path.is_dir()
-    files = sorted(path.iterdir(), key=str) if is_directory else [path]
-    if any(file.name.endswith(_SAFETENSORS) for file in files):
-        return _of_safetensors(path, files, make)
-    if any(file.name == _ORBAX for file in files):
-        raise FileError(
-            f"{path}: this is a checkpoint of orbax, which is not read here; give "
-            "package.module:function, which returns the metadata of orbax's StandardCheckpointer"
-        )
-    if revisions := next((file for file in files if file.name == "snapshots"), None):
-        raise FileError(f"{path}: this is a cache of Hugging Face; give {revisions}/REVISION")
-    for file in files:
-        if file.suffix.lower() in _NOT_READ and file.is_file():
-            raise FileError(
-                f"{file}: files of {file.suffix} are not read here; read it with its own library, "
-                "and write it with save_file of safetensors.numpy or safetensors.torch"
-            )
-    if is_directory:
-        raise FileError(f"{path}: the directory has no arrays that can be read; give {_FORMS}")
-    return _of_json(path, make)
+def _place_of(source: str) -> Any:
+    """Return the path of a file, or of a URL, of which a `Path` has left one slash."""
+    url = _URL.match(source)
+    if url is None:
+        return path_of(source)
+    if url["protocol"] in ("file", "http", "https"):
+        raise FileError(f"{source}: it is not read from there; give the path of a file")
+    return RemotePath(source if "://" in source else source.replace(":/", "://", 1))
 
 
-def _of_safetensors(path: Any, files: list[Any], make: ArraySpecs) -> Arrays:
-    """Read a safetensors file, or a directory with several or their index."""
-    tensors, indexes = ([c for c in files if c.name.endswith(end)] for end in _SAFETENSORS)
+def _of_directory(path: Any, make: ArraySpecs) -> Arrays:
+    """Read the safetensors files of a directory, by their index if they have one."""
+    files = sorted(path.iterdir(), key=str)
+    tensors, indexes = ([f for f in files if f.name.endswith(end)] for end in _SAFETENSORS)
+    name = path.resolve().name if isinstance(path, Path) else str(path.name)
     if len(indexes) > 1:
         raise FileError(
             f"{path}: the directory has {len(indexes)} indexes, "
             f"{', '.join(index.name for index in indexes)}; give the name of one"
         )
-    if files == [path]:
-        return _of_json(path, make) if indexes else _arrays_in(path, read_header(path, make))
     if indexes:
-        return _of_json(indexes[0], make)._replace(name=_name_of(path))
-    return _arrays_in(path, read_files(path, tensors, make), _name_of(path))
+        return _of_json(indexes[0], make)._replace(name=name)
+    if not tensors:
+        raise FileError(
+            f"{path}: the directory has no arrays that can be read; give {_FORMS}; or "
+            "package.module:function, which returns what another library reads"
+        )
+    return _arrays_in(path, read_files(path, tensors, make), name)
 
 
 def _of_json(path: Any, make: ArraySpecs) -> Arrays:
@@ -202,38 +186,11 @@ def _of_json(path: Any, make: ArraySpecs) -> Arrays:
     else:
         what = shown(content)
         raise FileError(f"{path}: line 1: this is {what}, which lists no arrays; give {_FORMS}")
-    names = content.get("logical_axes")
     arrays = _arrays_in(path, leaves, content.get("model"))
-    if names is None:
-        return arrays
-    return arrays._replace(logical_axes=_checked_names(path, names, leaves))
-
-
-def _place_of(source: str) -> Any:
-    """Return the path of a file, or of a URL, of which a `Path` has left one slash."""
-    url = _URL.match(source)
-    if url is None:
-        return path_of(source)
-    if url["protocol"] == "file":
-        raise FileError(f"{source}: write the path of the file, without file://")
-    if url["protocol"] in ("http", "https"):
-        raise FileError(f"{source}: web servers are not read from; download it, as with curl -LO")
-    return RemotePath(source if "://" in source else source.replace(":/", "://", 1))
-
-
-def _check_place(source: str) -> None:
-    """Check whether a name that is not here may be one of something elsewhere."""
-    if _URL.match(source):
-        raise FileError(f"{source}: there is no such file or directory; check the URL")
-    if _REPOSITORY.fullmatch(source) and not source.endswith((SUFFIX, *_JSON)):
-        raise FileError(
-            f"{source}: there is no such file or directory; if it is a repository of Hugging Face, "
-            f"download it: hf download {source} --local-dir DIRECTORY"
-        )
-
-
-def _name_of(directory: Any) -> str:
-    return directory.resolve().name if isinstance(directory, Path) else str(directory.name)
+    names = content.get("logical_axes")
+    return arrays._replace(
+        logical_axes=None if names is None else _checked_names(path, names, leaves)
+    )
 
 
 def _arrays_in(path: Path, leaves: dict[str, ArraySpec], name: object = None) -> Arrays:
@@ -267,18 +224,8 @@ _Row = tuple[str, tuple[int, ...], str]
 def _of_params(path: Path, params: object, make: ArraySpecs) -> dict[str, ArraySpec]:
     if not isinstance(params, list):
         raise FileError(f"{path}: key 'params': it is {shown(params)}; give {_FORMS}")
-    try:
-        return make.of_rows(path, msgspec.convert(params, list[_Row]))
-    except msgspec.ValidationError:
-        for index, row in enumerate(params):
-            try:
-                msgspec.convert(row, _Row)
-            except msgspec.ValidationError as error:
-                raise FileError(
-                    f"{path}: params[{index}]: {error}: it is {shown(row)}; write "
-                    '["name", [4096, 128], "BF16"]'
-                ) from None
-        raise
+    example = 'write ["name", [4096, 128], "BF16"]'
+    return make.of_rows(path, converted(path, params, _Row, "params[{}]".format, example))
 
 
 def nested_dicts(arrays: Arrays) -> dict[str, Any]:
@@ -295,8 +242,7 @@ def nested_dicts(arrays: Arrays) -> dict[str, Any]:
         if arrays.separator in last or nodes_left < 0:
             raise FileError(
                 f"{arrays.name}: {name}: the names have more levels than this dialect can take; "
-                "shorten them, or allow more with "
-                "--max-memory, or in Python with max_memory"
+                "shorten them, or allow more with --max-memory, or in Python with max_memory"
             )
         node = tree
         for key in outer:

@@ -8,7 +8,6 @@ import inspect
 import os
 import re
 import sys
-from importlib.machinery import PathFinder
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, Final
@@ -25,12 +24,10 @@ _FORM: Final = re.compile(r"(?P<module>[^\W\d][\w.]*):(?P<name>[^\W\d][\w.]*)")
 def is_module_form(text: str) -> bool:
     """Say whether the text has the form `package.module:name`, and no file has this name.
 
-    A single letter may be a drive of Windows, unless it is a module.
+    A single letter before the colon is a drive of Windows.
     """
     form = _FORM.fullmatch(text)
-    if form is None or Path(text).exists():
-        return False
-    return len(form["module"]) > 1 or (os.name != "nt" and _is_module(form["module"]))
+    return form is not None and len(form["module"]) > 1 and not Path(text).exists()
 
 
 def file_name(path: Any, parameter: str = "path") -> str:
@@ -56,12 +53,9 @@ def load_object(text: str, *arguments: Any) -> Any:
     except (Exception, SystemExit) as error:
         name = text.rpartition(":")[2]
         call = f"{name}({', '.join(map(brief, arguments))})"
-        how = "with these arguments" if arguments else "without arguments"
-        fix = f"it must work {how}"
-        if not takes(value, arguments):
-            fix = f"{fix}: write def {name}({', '.join(map(argument_kind, arguments))})"
-            if not arguments and takes(value, (None,)):
-                fix += "; one of a mesh is for prove, rehearse, sweep and solve"
+        fix = f"it must work {'with these arguments' if arguments else 'without arguments'}"
+        if not _takes(value, arguments):
+            fix += f": write def {name}({', '.join(map(argument_kind, arguments))})"
         raise _raised(text, f"the call of {call}", error, fix) from error
 
 
@@ -72,21 +66,11 @@ def find_object(text: str) -> Any:
     """
     form = _FORM.fullmatch(text)
     if form is None:
-        raise FileError(f"{text}: this is not the name of an object; write {_meant(text)}")
+        raise FileError(f"{text}: this is not the name of an object; write package.module:name")
     return _attribute(text, _module(text, form["module"]), form["name"])
 
 
-def _meant(text: str) -> str:
-    """Return the name of an object that has a file for its module, or a dot for its colon."""
-    module, _, name = text.rpartition(":") if ":" in text else (text, "", "name")
-    if module.endswith(".py"):
-        return f"{module.removesuffix('.py').replace('/', '.').lstrip('.')}:{name}"
-    module, _, name = text.rpartition(".")
-    is_dotted = module and ":" not in text and _is_module(module.partition(".")[0])
-    return f"{module}:{name}" if is_dotted else "package.module:name"
-
-
-def takes(function: Any, arguments: tuple[Any, ...]) -> bool:
+def _takes(function: Any, arguments: tuple[Any, ...]) -> bool:
     """Say whether a function can be called with so many arguments."""
     try:
         inspect.signature(function).bind(*arguments)
@@ -95,10 +79,6 @@ def takes(function: Any, arguments: tuple[Any, ...]) -> bool:
     except ValueError:  # that of a builtin is not known
         pass
     return True
-
-
-def _is_module(name: str) -> bool:
-    return PathFinder.find_spec(name, [str(Path.cwd()), *sys.path]) is not None
 
 
 def _module(text: str, name: str) -> Any:
@@ -110,10 +90,10 @@ def _module(text: str, name: str) -> Any:
     except (Exception, SystemExit) as error:
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         if absent is not None and f"{name}.".startswith(f"{absent}."):
-            fix = "install it, or run this in the directory that has it"
-            if name.endswith(".py"):
-                fix = f"write {_meant(text)}"
-            raise FileError(f"{text}: there is no module {absent!r}; {fix}") from error
+            raise FileError(
+                f"{text}: there is no module {absent!r}; install it, or run this in the directory "
+                "that has it"
+            ) from error
         raise _raised(text, f"the import of {name!r}", error, "it must be importable") from error
 
 

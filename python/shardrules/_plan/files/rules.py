@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Annotated, Any, Final, NamedTuple, NoReturn
+
+from msgspec import Meta
 
 from shardrules._base.arguments import check_type, integer
 from shardrules._base.io import (
@@ -32,13 +33,14 @@ from shardrules._plan.codec import (
     check_length,
     dialect_named,
     naming,
+    naming_place,
     record_of,
     rules_of,
 )
 from shardrules._plan.companions import Companion, stacked
 from shardrules._plan.files.modules import file_name, is_module_form, load_object
 from shardrules._plan.findings import NOTHING, Declared
-from shardrules._rules.dialects import LINEN, MAXTEXT, Dialect, LogicalDialect
+from shardrules._rules.dialects import MAXTEXT, Dialect, LogicalDialect
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.patterns import parse
 from shardrules._rules.rules import Rules
@@ -123,13 +125,7 @@ def _loader(yaml: Any) -> type[Any]:
 
 MAXTEXT_KEY: Final = "logical_axis_rules"
 """The key of the rules in MaxText's YAML."""
-# Functions whose arguments are entries of these keys: the path of a stack, or a table.
-_STACKS: Final[Mapping[str, Any]] = {
-    "stacked": (stacked, ("at", "layer", "axis", "mesh_axis")),
-}
-# In the order in which they find leaves: the base of a stacked leaf is one of a single layer, for
-# which the tables are.
-COMPANION_KEYS: Final = ("stacked", "companions")
+_STACK: Final = ("at", "layer", "axis", "mesh_axis")
 _EXAMPLE: Final = '{"rules": [["kernel", ["fsdp", "tp"]], ...]}, or [[rules]] tables in TOML'
 YAML: Final = (".yml", ".yaml")
 # Maximum bytes of memory per byte of a file: for the program of all patterns, and for the name of a
@@ -144,8 +140,8 @@ _JSON: Final = (parse_json, 64)
 class _RuleFileTable(RuleTable):
     replicated: Texts = ()
     data_axes: Axes = ()
-    stacked: Any = ()
-    companions: Any = ()
+    stacked: Annotated[tuple[Any, ...], Meta(description="a list of paths or tables")] = ()
+    companions: Texts = ()
 
 
 @record
@@ -264,9 +260,9 @@ def _without_rules(path: Path) -> FileError:
 
 
 def _read_table(path: Path, table: _RuleFileTable, dialect: Any) -> RuleFile:
-    _check_dialect(dialect, table.is_logical)
-    named = dialect or dialect_named(table.dialect, is_logical=table.is_logical)
-    rules = rules_of(table, named)
+    if dialect is not None and table.is_logical != isinstance(dialect, LogicalDialect):
+        raise ValueError(f"these are {table.kind} rules, and {dialect.name} is for others")
+    rules = rules_of(table, dialect or dialect_named(table.dialect, is_logical=table.is_logical))
     for index, pattern in enumerate(table.replicated):
         check_length(f"replicated[{index}]: ", pattern)
         parse(f"replicated[{index}]", pattern)
@@ -275,63 +271,45 @@ def _read_table(path: Path, table: _RuleFileTable, dialect: Any) -> RuleFile:
     return RuleFile(rules, declared, _companions(table), stem)
 
 
-def _check_dialect(dialect: Dialect | LogicalDialect | None, is_logical: bool) -> None:
-    if dialect is not None and is_logical != isinstance(dialect, LogicalDialect):
-        what, whose = ("logical", "paths") if is_logical else ("for paths", "logical names")
-        raise ValueError(f"the rules are {what}, and {dialect.name} is for {whose}")
-
-
 def _of_module(source: str, dialect: Dialect | LogicalDialect | None) -> RuleFile:
-    rules = load_object(source)
-    is_logical = isinstance(rules, LogicalRules) or isinstance(dialect, LogicalDialect)
+    rules: Any = load_object(source)
     with naming(source):
-        if is_logical:
-            _check_dialect(dialect, is_logical)
-            own = getattr(rules, "dialect", LINEN)
-            rules = LogicalRules(rules, dialect or own)  # type: ignore[arg-type]
+        if isinstance(rules, LogicalRules) or isinstance(dialect, LogicalDialect):
+            rules = LogicalRules(rules, dialect or rules.dialect)  # type: ignore[arg-type]
         elif dialect is not None or not isinstance(rules, Rules):
-            rules = Rules(rules, dialect)  # type: ignore[arg-type]
+            rules = Rules(rules, dialect)
     return RuleFile(rules, NOTHING, (), source.partition(":")[2])
 
 
 def _companions(table: _RuleFileTable) -> tuple[Companion, ...]:
-    """Read the entries of each key of companions."""
-    records: list[Companion] = []
-    for key in COMPANION_KEYS:
-        entries = getattr(table, key)
-        if not isinstance(entries, list | tuple):
-            raise TypeError(f"{key} is {shown(entries)}; write a list of strings")
-        for index, entry in enumerate(entries):
-            if table.is_logical:
-                raise ValueError(f"{key}: it is for rules of paths, and these are logical")
-            where = f"{key}[{index}]: "
-            records += _table(where, entry) if key == "companions" else [_stack(where, key, entry)]
-    return tuple(dict.fromkeys(records))
+    """Read both keys of companions.
 
+    Stacks come first: the base of a stacked leaf is one of a single layer, for which tables are.
+    """
+    if table.is_logical and (table.stacked or table.companions):
+        raise ValueError("stacked, companions: they are for rules of paths, and these are logical")
+    found: list[Companion] = []
+    for index, entry in enumerate(table.stacked):
+        where = f"stacked[{index}]: "
+        arguments = {"at": entry} if isinstance(entry, str) else entry
+        if not isinstance(arguments, dict) or "at" not in arguments:
+            raise TypeError(
+                f"{where}it is {shown(entry)}; write the path of the stack, or a table of at and "
+                f"any of {', '.join(_STACK[1:])}"
+            )
+        check_keys(where, arguments, _STACK)
+        with naming_place(where):
+            found.append(stacked(**arguments))
+    for index, name in enumerate(table.companions):
+        from shardrules._plan.companion_tables import LORA, QUANTIZED
 
-def _table(where: str, name: object) -> Sequence[Companion]:
-    from shardrules._plan.companion_tables import LORA, QUANTIZED
-
-    tables = {"lora": LORA, "quantized": QUANTIZED}
-    if isinstance(name, str) and name.lower() in tables:
-        return tables[name.lower()]
-    raise ValueError(f"{where}there is no table {shown(name)}; there are {', '.join(tables)}")
-
-
-def _stack(where: str, key: str, entry: object) -> Companion:
-    make, names = _STACKS[key]
-    arguments = {"at": entry} if isinstance(entry, str) else entry
-    if not isinstance(arguments, dict) or "at" not in arguments:
-        raise TypeError(
-            f"{where}it is {shown(entry)}; write the path of the stack, or a table of at and "
-            f"any of {', '.join(names[1:])}"
-        )
-    check_keys(where, arguments, names)
-    try:
-        stack: Companion = make(**arguments)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}{error}") from None
-    return stack
+        tables = {"lora": LORA, "quantized": QUANTIZED}
+        if name.lower() not in tables:
+            raise ValueError(
+                f"companions[{index}]: there is no table {name!r}; there are {', '.join(tables)}"
+            )
+        found += tables[name.lower()]
+    return tuple(dict.fromkeys(found))
 
 
 _TABLES: Final = re.compile(r"^[ \t]*(?=\[\[[ \t]*rules[ \t]*\]\])", re.MULTILINE)
@@ -342,19 +320,11 @@ def rule_places(source: str, rules: int) -> tuple[str | None, tuple[int, ...]]:
 
     None or () if they are not known.
     """
-    if is_module_form(source):
-        return _file_of_module(source), ()
     path = Path(source)
-    if path.suffix != ".toml" or not path.is_file():
-        return source if path.is_file() else None, ()
+    if not path.is_file():
+        return None, ()
+    if path.suffix != ".toml":
+        return source, ()
     text = path.read_text(encoding="utf-8", errors="replace")
     lines = [text.count("\n", 0, table.end()) + 1 for table in _TABLES.finditer(text)]
     return source, tuple(lines) if len(lines) == rules else ()
-
-
-def _file_of_module(source: str) -> str | None:
-    file = getattr(sys.modules.get(source.partition(":")[0]), "__file__", None)
-    path = Path(file or "")
-    if path.suffix != ".py" or not path.is_relative_to(Path.cwd()):
-        return None
-    return path.relative_to(Path.cwd()).as_posix()

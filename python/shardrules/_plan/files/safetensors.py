@@ -9,13 +9,11 @@ writer uses, which are an array as a list of its fields, a dtype as an object, a
 from __future__ import annotations
 
 import codecs
-import logging
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,16 +21,16 @@ import msgspec
 
 from shardrules._base.dtypes import RANDOM_KEYS, SAFETENSORS, bits_of
 from shardrules._base.io import FileError, join_chunks, opened, parse_json
-from shardrules._base.text import and_more, counted, near_shown, shown
+from shardrules._base.text import and_more, near_shown, shown
 from shardrules._plan.files.leaves import (
     ArraySpec,
     ArraySpecs,
     StoredFile,
     check_text,
+    converted,
     state_of,
 )
 
-_LOG: Final = logging.getLogger("shardrules")
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
 # The bound of the safetensors library.
@@ -42,15 +40,10 @@ _SHOWN: Final = 3
 _READS: Final = 16
 # What PEFT writes beside a model, and Mistral beside that of transformers.
 _OF_OTHERS: Final = ("adapter_model", "consolidated.safetensors")
-_FIELDS: Final = itemgetter("shape", "dtype", "data_offsets")
 _METADATA: Final = "__metadata__"
 KEYS: Final = "shardrules.random_keys"
 """In the metadata: JSON of {name: implementation}, for arrays that have words of random keys."""
 _STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*"')
-
-
-# The second for half a surrogate pair in the name of a field.
-_WRONG: Final = (msgspec.ValidationError, UnicodeEncodeError)
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
@@ -65,7 +58,10 @@ def read_header(path: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
     """Read the arrays of one file."""
     header, file, data = _header(path)
     metadata = _checked_metadata(path, header.pop(_METADATA, None))
-    entries = _entries_of(path, header)
+    names, values = [*header], [*header.values()]
+    fix = "write the file again"
+    found = converted(path, values, _Entry, lambda index: f"array {names[index]!r}", fix)
+    entries = dict(zip(names, found, strict=True))
     rows = [(name, entry.shape, entry.dtype) for name, entry in entries.items()]
     leaves = make.of_rows(path, rows)
     _check_entries(path, entries, leaves, len(data))
@@ -77,18 +73,6 @@ def read_header(path: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
         name: ArraySpec(leaf.shape, leaf.dtype, file, data.start + entries[name].data_offsets[0])
         for name, leaf in leaves.items()
     }
-
-
-def _entries_of(path: Path, header: dict[str, Any]) -> dict[str, _Entry]:
-    try:
-        return msgspec.convert(header, dict[str, _Entry])
-    except _WRONG:
-        for name, entry in header.items():
-            try:
-                msgspec.convert(entry, _Entry)
-            except _WRONG as error:
-                raise FileError(f"{path}: array {name!r}: {error}; write the file again") from None
-        raise
 
 
 def _header(path: Path) -> tuple[dict[str, Any], StoredFile, range]:
@@ -144,15 +128,10 @@ def _random_keys(path: Path, text: str, leaves: dict[str, ArraySpec]) -> dict[st
     keys = parse_json(path, text.encode())
     found = {}
     for name, implementation in keys.items() if isinstance(keys, dict) else [("", keys)]:
-        words = leaves.get(name)
+        words = leaves.get(name, ArraySpec((), ""))
         dtype = RANDOM_KEYS.get(implementation) if isinstance(implementation, str) else None
-        if (
-            words is None
-            or dtype is None
-            or words.dtype != "uint32"
-            or not words.shape
-            or (words.shape[-1] * 32 != bits_of(dtype))
-        ):
+        bits = 32 * words.shape[-1] if words.shape and words.dtype == "uint32" else 0
+        if dtype is None or bits != bits_of(dtype):
             raise FileError(
                 f"{path}: {_METADATA}: {KEYS} has {name!r}: {shown(implementation)}, which are no "
                 "words of random keys; write the file again"
@@ -214,12 +193,6 @@ def read_index(path: Path, weight_map: Any, make: ArraySpecs) -> dict[str, Array
                     f"{near_shown(name, arrays)}; download the index and its files again"
                 )
             leaves[name] = arrays[name]
-        if len(arrays) > len(names):
-            left_out = next(name for name in arrays if name not in weight_map)
-            _LOG.warning(
-                "%s: %s of %s, such as %s, which the index leaves out",
-                path, counted(len(arrays) - len(names), "array"), shard, left_out,
-            )  # fmt: skip
     return {name: leaves[name] for name in weight_map}
 
 
