@@ -64,7 +64,7 @@ def main() -> None:
     print(f"the best meshes of {after.devices} {_HARDWARE.name}:")
     print(sweep[:5])
     start = perf_counter()
-    suggestion = sr.suggest(model, devices=after.devices, hbm=_HARDWARE.memory_bytes)
+    suggestion = sr.suggest(model, devices=after.devices)
     took = perf_counter() - start
     _title("5. The report")
     # A new directory: in a shared one, anyone may have planted a link with this name.

@@ -151,7 +151,6 @@ WRONG: dict[str, tuple[Any, ...]] = {
         "fsdp.axis": (*ODD, None, [], [3], ("tp", "tp")),
         "within": (3, 0, [3], THING, {}, {"tp"}, ["tp", "tp"]),
         "optimizer": (*ODD, "adam", 0, ["adam"], [None], [[]]),
-        "suggest.optimizer": (*ODD, "adam", ["adam"], PLAN),
         "levels": (3, 0, [], "error", THING, {"dead": "fatal"}, {"silly": "error"}, {"dead": THING}),
         "units": (*ODD, 0, "12", [0], [-1], [2**63], ["8"], [1.5], [True]),
         "dims": (*ODD, "tp", [-1], [1.5], [THING], [..., 0], [[]], [True]),

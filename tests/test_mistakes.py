@@ -170,7 +170,6 @@ OF_PLACEMENT = {
     "a plan alone": (lambda: sr.verify(COMPILED, PLAN), "inputs is one Plan", "1 positional argument: write (plan,), an entry for each"),
     "plan before arrays": (lambda: sr.audit(PLAN, ARRAYS), "plan, tree", "write audit(tree, plan)"),
     "one logical name": (lambda: sr.logical_to_mesh("embed", [("embed", "fsdp")]), "'embed'", "('embed', None)"),
-    "no room": (lambda: sr.suggest(TREE, SIZES, hbm=10), "has 10 B", "give more devices"),
     "plan before the tree": (lambda: sr.reshard(PLAN, ARRAYS), "rules, tree", "write reshard(tree, rules)"),
 }  # fmt: skip
 

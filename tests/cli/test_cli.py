@@ -345,7 +345,7 @@ def test_what_is_not_fixed(small, tmp_path, text, told):
 def test_suggested_rules_are_clean_under_check(small, tmp_path):
     model, _ = small
     written = tmp_path / "suggested.toml"
-    result = run("suggest", model, "--devices", 8, "--axes", "fsdp,tp", "--hbm", "1GB")
+    result = run("suggest", model, "--devices", 8, "--axes", "fsdp,tp")
     assert result.exit_code == 0
     assert 'dialect = "eformer"' in result.stdout
     written.write_text(result.stdout, encoding="utf-8")
@@ -376,7 +376,6 @@ def test_a_report_that_fails_leaves_nothing_behind(small, tmp_path, monkeypatch)
         ("-m fsdp=8 --dialect nnx", 0, 'dialect = "nnx"'),
         ("", 2, "give a mesh with --mesh, or --devices"),
         ("-m fsdp=8 --devices 8", 2, "'--mesh' and '--devices' exclude each other"),
-        ("--devices 8 --hbm 1MB", 2, "there is no room"),
         ("-m fsdp=8 --dialect maxtext", 2, "for logical axis names"),
         ("-m fsdp=8 --format yaml", 2, "not one of 'toml', 'python', 'text'"),
     ],

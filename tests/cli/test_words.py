@@ -125,8 +125,7 @@ def test_the_help_names_what_there_is():
 
 
 def test_the_help_has_defaults_once():
-    shown = " ".join(invoke("suggest", "--help").stdout.split())
-    assert "Count the state of this optimizer. [default: adam] --optimizer-dtype" in shown
+    shown = " ".join(invoke("plan", "--help").stdout.split())
     assert "moments. [default: float32] --hbm" in shown
 
 

@@ -252,18 +252,13 @@ class TestDialects:
 
 class TestMesh:
     def test_the_mesh_is_chosen_by_a_sweep(self):
-        found = sr.suggest(models.llama(), devices=16, axes=("fsdp", "tp"), hbm=80 * 10**9)
+        found = sr.suggest(models.llama(), devices=16, axes=("fsdp", "tp"))
         assert list(found.mesh) == ["fsdp", "tp"]
         assert found.plan.devices == 16
         assert_proven(found)
 
     def test_experts_make_an_axis_for_themselves(self):
         assert list(sr.suggest(models.gpt_oss(), devices=16).mesh) == ["fsdp", "tp", "ep"]
-
-    @pytest.mark.parametrize("how", [{"devices": 8}, {"mesh": {"fsdp": 8}}])
-    def test_what_does_not_fit_is_refused(self, how):
-        with pytest.raises(ValueError, match=r"there is no room: a device needs .*more devices"):
-            sr.suggest(models.llama(depth=32), **how, hbm=10**9)
 
     def test_wrong_combinations_are_refused(self):
         with pytest.raises(ValueError, match="mesh or devices, not both"):

@@ -8,7 +8,7 @@ from shardrules._cli import options
 from shardrules._cli.options import command
 
 
-@command("model.json --devices 512 --hbm 96GB > rules.toml")
+@command("model.json --devices 512 > rules.toml")
 @options.of_model
 @options.mesh(excludes=("devices", "axes"), help="The mesh, such as fsdp=64,tp=8.")
 @options.devices(help="Choose a mesh of this many devices.")
@@ -17,14 +17,10 @@ from shardrules._cli.options import command
 @options.dialect
 @options.head_dim
 @options.max_memory
-@options.optimizer(default="adam")
-@options.optimizer_dtype
-@options.of_one_device
 @options.formats("toml", "python", "text", about="Output format; text has the reasons.")
 def suggest(
     *, model: str, mesh: options.Sizes | None, devices: int | None, axes: tuple[str, ...] | None,
-    dialect: Any, head_dim: int | None, max_memory: int, optimizer: str, optimizer_dtype: str,
-    hbm: int | None, format: str,
+    dialect: Any, head_dim: int | None, max_memory: int, format: str,
 ) -> int:  # fmt: skip
     """Write rules for a model on standard output.
 
@@ -38,10 +34,7 @@ def suggest(
         raise ValueError("give a mesh with --mesh, or --devices to have one chosen")
     with process.working(f"reading {model}"), memory_within(max_memory):
         _, tree, _ = planning.read_tree(model, dialect)
-    suggestion = suggest(
-        tree, mesh, devices=devices, axes=axes, hbm=hbm, head_dim=head_dim, dialect=dialect,
-        optimizer=options.moments(optimizer, optimizer_dtype),
-    )  # fmt: skip
+    suggestion = suggest(tree, mesh, devices=devices, axes=axes, head_dim=head_dim, dialect=dialect)
     written = {"toml": suggestion.to_toml, "python": suggestion.to_python}
     print(written.get(format, suggestion.__str__)().rstrip("\n"))
     for warning in suggestion.warnings if format != "text" else ():

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._base.arguments import as_tuple, check_type, integer, strings
+from shardrules._base.arguments import check_type, integer, strings
 from shardrules._base.mistakes import in_order
 from shardrules._base.rule_specs import Fsdp, RuleSpec, plain_spec
 from shardrules._base.specs import Entries, entry_axes, spec_shown
@@ -37,7 +37,6 @@ from shardrules._plan.check_context import CheckContext
 from shardrules._plan.codec import DIALECTS, rule_data, short
 from shardrules._plan.findings import NOTHING, Declared, Findings
 from shardrules._plan.kinds import DEFAULT_LARGE, axes_named
-from shardrules._plan.memory import hbm_bytes
 from shardrules._plan.path_words import AxisUse, uses_of
 from shardrules._plan.plan import Plan
 from shardrules._plan.planning import plan
@@ -328,7 +327,6 @@ def missing_text(source: str, plan: Plan, suggestion: Suggestion, *, is_of_table
 
 
 _AXES: Final = ("fsdp", "tp")
-_ADAM: Final = ("float32", "float32")
 _NO_TABLES: Final = (
     "suggest writes rules of paths: give the tree itself, and a dialect of paths. For logical axis "
     "names, libraries ship a table, such as MaxText's base.yml, which shardrules.read_rules reads"
@@ -342,8 +340,6 @@ def suggest(
     *,
     devices: int | None = None,
     axes: Iterable[str] | None = None,
-    hbm: float | str | None = None,
-    optimizer: Iterable[Any] | None = _ADAM,
     head_dim: int | None = None,
     dialect: Dialect | None = None,
 ) -> Suggestion:
@@ -367,9 +363,6 @@ def suggest(
         devices: How many devices the mesh is to have, if none is given.
         axes: The axes of that mesh, the slowest first. Default: fsdp and tp, and ep if there are
             stacks of experts.
-        hbm: Bytes of memory of a device, into which parameters, gradients and optimizer must fit.
-            Default: any.
-        optimizer: The dtypes of the optimizer's moments. Default: Adam's two of float32.
         head_dim: Size of an attention head; heads are not split. Default: that of a `q_norm` or
             `k_norm` beside the projections, or of a dimension of its own; for keys and values of
             fewer heads than queries, 128, or 64 if the model is narrower than 2,048.
@@ -377,8 +370,8 @@ def suggest(
             whose paths all end in `value`, or else `EFORMER`.
 
     Raises:
-        ValueError: There is neither a mesh nor `devices`, both are given, the memory does not
-            suffice, the paths have too many names, or the dialect cannot tell them apart.
+        ValueError: There is neither a mesh nor `devices`, both are given, the paths have too many
+            names, or the dialect cannot tell them apart.
         TypeError: The model is not a tree of arrays; or the plan, or dialect, is of logical names.
 
     Example:
@@ -393,11 +386,6 @@ def suggest(
         mlp/down/kernel ('tp', 'fsdp')
     """
     size = None if head_dim is None else integer("head_dim", head_dim, least=1)
-    moments = (
-        None
-        if optimizer is None
-        else as_tuple("optimizer", optimizer, "dtypes such as ('float32', 'float32')")
-    )
     if axes is not None and devices is None:
         raise ValueError("axes are for devices, of which a mesh is chosen: give devices as well")
     is_free = dialect is None and not isinstance(model, Plan)
@@ -408,24 +396,19 @@ def suggest(
         bare = _bare_plan(model, mesh, devices, dialect)
     units = units_of(bare, size)
     if devices is not None:
-        over = _default_axes(units) if axes is None else strings("axes", axes)
+        has_experts = any("experts" in unit.dims.sides for unit in units)
+        default = (*_AXES, "ep") if has_experts else _AXES
+        over = default if axes is None else strings("axes", axes)
         # Rules that use all axes, whatever their sizes will be.
         on_any = bare.with_rules(Rules((), dialect)).on_mesh(dict.fromkeys(over, 2))
         on_any = bare.with_rules(draft(on_any, units).rules)
-        best, *_ = on_any.sweep(
-            devices=devices,
-            axes=over,
-            hbm=hbm,
-            gradients=True,
-            optimizer=_moments_beside(bare, moments),
-        )
+        best, *_ = on_any.sweep(devices=devices, axes=over)
         bare = bare.on_mesh(best.mesh)
     uses = uses_of(bare.axis_sizes)
     rules, result = _decided_rows(model, bare.with_rules(Rules((), dialect)), units)
     data_axes = tuple(axis for axis, use in uses.items() if use == "data")
     spared = _spared(result, units, uses)
     declared = Declared(replicated=spared, data_axes=data_axes)
-    _check_room(result, hbm_bytes(hbm), moments)
     return Suggestion(result._declaring(declared), tuple(rule_reasons(rules)), declared)
 
 
@@ -470,27 +453,6 @@ def _decided_rows(model: Any, current: Plan, units: list[Unit]) -> tuple[Draft, 
         f"{brief(result.paths[strays[0]])}: no pattern of the dialect {rules.dialect.name} tells "
         "it from other paths: rename it, or choose another dialect"
     )
-
-
-def _default_axes(units: Iterable[Unit]) -> tuple[str, ...]:
-    has_experts = any("experts" in unit.dims.sides for unit in units)
-    return (*_AXES, "ep") if has_experts else _AXES
-
-
-def _moments_beside(plan: Plan, moments: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-    """Return the moments that are counted beside a tree: none where it has the state."""
-    return None if len(plan._leaves.rows_by_role.optimizer) else moments
-
-
-def _check_room(result: Plan, hbm: int | None, moments: tuple[Any, ...] | None) -> None:
-    """Check that parameters, gradients and the optimizer's moments fit."""
-    beside = _moments_beside(result, moments)
-    needed = result.bytes_per_device(gradients=True, optimizer=beside)
-    if hbm is not None and needed.max > hbm:
-        raise ValueError(
-            f"hbm: on {mesh_shown(result.axis_sizes)} there is no room: a device needs {needed}, "
-            f"and has {bytes_shown(hbm)}: give more devices, or fewer moments in optimizer"
-        )
 
 
 def _spared(result: Plan, units: list[Unit], uses: Mapping[str, AxisUse]) -> tuple[str, ...]:
