@@ -198,7 +198,10 @@ def test_what_leads_to_rules_is_told_where_they_are(taking, tmp_path):
 
 
 def test_arguments_in_another_order_are_told():
-    for given, told in (({"tp": 2}, "rules first, and then this mesh"), (TREE, "this tree first")):
+    for given, told in (
+        ({"tp": 2}, "rules first, and then this mesh"),
+        (TREE, r"this tree first, and then rules; or jax.tree.map\(lambda x: x.sharding, it"),
+    ):
         for taking in TAKING_RULES.values():
             with pytest.raises(TypeError, match=f"not dict; pass {told}"):
                 taking(given)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -16,47 +18,26 @@ FLOAT8 = ml_dtypes.float8_e4m3fn
 NO_FLOATS = ["int8", "int32", "uint16", "int4", "float4_e2m1fn", "bool", "complex64", "float8_e8m0fnu"]  # fmt: skip
 
 
-@pytest.fixture
-def save(tmp_path):
-    """save({name: array}): a checkpoint; its path."""
-    write = pytest.importorskip("safetensors.numpy").save_file
-
-    def call(arrays):
-        write(arrays, tmp_path / "m.safetensors")
-        return tmp_path / "m.safetensors"
-
-    return call
+DOORS = {"load": sr.load, "shard": sr.shard, "reshard": sr.reshard}
 
 
 class TestIntegersAreNoWeights:
-    @pytest.mark.parametrize("dtype", NO_FLOATS)
-    def test_no_dtype_for_all_floats(self, save, dtype):
+    @pytest.mark.parametrize("door", DOORS)
+    @pytest.mark.parametrize("dtype", [*NO_FLOATS, "bfloat16", "float16", "float32", FLOAT8, jnp.bfloat16])
+    def test_a_dtype_for_all_floats_is_one(self, save, door, dtype):
         weights = {"w": np.full((8, 8), 0.02, "float32")}
-        path = save(weights)
-        for call in (
-            lambda: sr.load(path, P(), mesh_of(), dtype=dtype),
-            lambda: sr.shard(weights, P(), mesh_of(), dtype=dtype),
-            lambda: sr.reshard(weights, P(), mesh_of(), dtype=dtype),
-        ):
+        make = partial(DOORS[door], save(weights) if door == "load" else weights, P(), mesh_of(), dtype=dtype)
+        if dtype in NO_FLOATS:
             with pytest.raises(ValueError, match="dtype is .*, and must be a float, such as 'bf"):
-                call()
-
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", FLOAT8, jnp.bfloat16])
-    def test_floats_are(self, save, dtype):
-        weights = {"w": np.full((8, 8), 0.02, "float32")}
-        path = save(weights)
-        expected = bits(weights["w"].astype(np.dtype(dtype)))
-        assert bits(sr.load(path, P(), mesh_of(), dtype=dtype)["w"]) == expected
-        assert bits(sr.shard(weights, P(), mesh_of(), dtype=dtype)["w"]) == expected
-        assert bits(sr.reshard(weights, P(), mesh_of(), dtype=dtype)["w"]) == expected
+                make()
+        else:
+            assert bits(make()["w"]) == bits(weights["w"].astype(np.dtype(dtype)))
 
     def test_a_rename_makes_no_floats_integers(self, save):
-        rename = sr.Rename("w", "v", dtype="int8")
         arrays = {"w": np.full((8, 8), 0.02, "float32")}
-        with pytest.raises(ValueError, match=r"'w' is float32, and its Rename has dtype='int8', to"):
-            sr.load(save(arrays), P(), mesh_of(), renames=[rename])
-        with pytest.raises(ValueError, match=r"'w' is float32, and its Rename has dtype='int8', to"):
-            sr.reshard(sr.shard(arrays, P(), mesh_of()), P(), mesh_of(), renames=[rename])
+        for door, source in ((sr.load, save(arrays)), (sr.reshard, sr.shard(arrays, P(), mesh_of()))):
+            with pytest.raises(ValueError, match=r"'w' is float32, and its Rename has dtype='int8', to"):
+                door(source, P(), mesh_of(), renames=[sr.Rename("w", "v", dtype="int8")])
 
     def test_a_rename_makes_integers_integers_and_floats_codes(self, save):
         path = save({"n": np.arange(8, dtype="int32"), "w": np.ones(8, "float32")})

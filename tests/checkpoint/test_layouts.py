@@ -8,7 +8,6 @@ import re
 import jax
 import numpy as np
 import pytest
-import safetensors.numpy
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
@@ -16,18 +15,6 @@ from shardrules._checkpoint import units
 from shardrules._checkpoint.conversion import numpy_dtype
 from tests.checkpoint.test_load import bits, mesh_of
 from tests.support.slow import some
-
-
-@pytest.fixture
-def save(tmp_path):
-    """save({name: array}): a checkpoint; its path."""
-
-    def call(arrays):
-        arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-        safetensors.numpy.save_file(arrays, tmp_path / "m.safetensors")
-        return tmp_path / "m.safetensors"
-
-    return call
 
 
 def numbers(*shape, dtype="float32", start=0):
@@ -133,27 +120,22 @@ def test_loaded_resharded_and_saved(save, tmp_path, monkeypatch, case, spec, sma
         check(sr.load(tmp_path / name, P(), mesh), arrays)
 
 
+LARGE = [
+    ((1024, 1040), "a b -> a b", lambda x: x), ((1024, 1040), "a b -> b a", np.transpose),
+    ((1024, 1040), "(h a) b -> b h a", lambda x: x.reshape(4, 256, 1040).transpose(2, 0, 1)),
+    ((8, 120, 1032), "h a b -> b a h", np.transpose), ((1200, 8, 120), "h a b -> a b h", lambda x: x.transpose(1, 2, 0)),
+    ((2, 16, 65536), "h a b -> a h b", lambda x: x.swapaxes(0, 1)),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32"])
 @pytest.mark.parametrize("spec", [P("fsdp", "tp"), P(None, "fsdp"), P(("fsdp", "tp")), P()])
-@pytest.mark.parametrize(
-    ("dims", "shape", "order"),
-    [
-        ("a b -> a b", (1024, 1040), (0, 1)),
-        ("a b -> b a", (1024, 1040), (1, 0)),
-        ("(h a) b -> b h a", (4, 256, 1040), (2, 0, 1)),
-        ("h a b -> b a h", (8, 120, 1032), (2, 1, 0)),
-        ("h a b -> a b h", (1200, 8, 120), (1, 2, 0)),
-        ("h a b -> a h b", (2, 16, 65536), (1, 0, 2)),
-    ],
-)
-def test_large_arrays_in_any_order(save, dtype, spec, dims, shape, order):
+@pytest.mark.parametrize(("shape", "dims", "whole"), LARGE)
+def test_large_arrays_in_any_order(save, dtype, spec, shape, dims, whole):
     """Beyond the size of what is read with others."""
-    stored = (4 * 256, 1040) if "(h a)" in dims else shape
-    array = (np.arange(np.prod(stored)) % 251).astype("uint8").astype(numpy_dtype(dtype))
-    array = array.reshape(stored)
-    rename = sr.Rename("w", "w", dims, sizes={"h": 4} if "(h a)" in dims else {})
-    loaded = sr.load(save({"w": array}), spec, mesh_of(), renames=[rename])["w"]
-    assert bits(loaded) == bits(np.ascontiguousarray(array.reshape(shape).transpose(order)))
+    array = (np.arange(np.prod(shape)) % 251).astype("uint8").astype(numpy_dtype(dtype)).reshape(shape)
+    renames = [sr.Rename("w", "w", dims, sizes={"h": 4} if "(" in dims else {})]
+    check(sr.load(save({"w": array}), spec, mesh_of(), renames=renames), {"w": whole(array)})
 
 
 def test_random_layouts(save, tmp_path, rng):
@@ -191,13 +173,14 @@ def test_random_layouts(save, tmp_path, rng):
 
 def test_joined_parts_of_several_sizes_need_them_to_go_back(save, tmp_path):
     arrays = {"q": numbers(16, 8), "k": numbers(4, 8), "v": numbers(4, 8, start=7)}
-    path = save(arrays)
-    join = sr.Rename("{part:q|k|v}", "qkv", "out in -> in (part out)")
-    loaded = sr.load(path, P(), mesh_of(), renames=[join])
-    assert bits(loaded["qkv"]) == bits(np.concatenate([x.T for x in arrays.values()], 1))
+    join, told = (
+        sr.Rename("{part:q|k|v}", "qkv", "out in -> in (part out)", sizes) for sizes in ({}, {"out": (16, 4, 4)})
+    )
+    for rename in (join, told):
+        loaded = sr.load(save(arrays), P(), mesh_of(), renames=[rename])
+        check(loaded, {"qkv": np.concatenate([x.T for x in arrays.values()], 1)})
     with pytest.raises(ValueError, match="may be of several sizes; give sizes of out"):
         sr.save(loaded, tmp_path / "n", renames=[join])
-    told = sr.Rename("{part:q|k|v}", "qkv", "out in -> in (part out)", sizes={"out": (16, 4, 4)})
     sr.save(loaded, tmp_path / "n", renames=[told])
     check(sr.load(tmp_path / "n", P(), mesh_of()), arrays)
 
@@ -222,6 +205,10 @@ MISFITS = {
     "a grid with a hole": (
         {f"{i}.{e}": W for i in range(2) for e in range(2) if (i, e) != (1, 0)},
         [sr.Rename("{l}.{e}", "w", "a b -> l e a b")], "w: it stacks 4 arrays, and the checkpoint has 3"),
+    "more parts than sizes": ({"x": W}, [sr.Rename("x", "{p:a|b|c}", "(p o) i -> o i", sizes={"o": (2, 2)})],
+                              "x: it has a part 2, and its rename has sizes of 2"),
+    "stacks of other axes": ({"a.0": W, "b": W}, [sr.Rename("a.{i}", "w", "a b -> i a b"), sr.Rename("b", "w")],
+                             "w: renames with different dims make it"),
     "a dimension of more than 1": ({"x": W}, [sr.Rename("x", "y", "1 i -> i")], "x: its dimension of 4 elements is not one of 1"),
 }  # fmt: skip
 
@@ -250,17 +237,3 @@ def test_a_shape_without_elements_does_not_hang(save, tmp_path, size):
     apart = sr.Rename("w", "{expert}/w", "expert a b -> a b")
     with pytest.raises(sr.FileError, match=re.escape(f"taken apart into {size:,} arrays; at most")):
         sr.load(path, P(), mesh_of(), renames=[apart])
-
-
-def test_short_runs_are_read_with_what_is_between(save, monkeypatch):
-    """In one buffer, and not in ranges of an element each."""
-    array = numbers(64, 1024)
-    path, seen = save({"x": array}), []
-    read = units.Reader.read
-    monkeypatch.setattr(units.Reader, "read", lambda reader, file, ranges, memory: (
-        seen.append(len(ranges.begins)), read(reader, file, ranges, memory)))  # fmt: skip
-    monkeypatch.setattr(units, "_SMALL", 0)
-    rename = sr.Rename("x", "y", "i (o p) -> p o i", sizes={"p": 4})
-    loaded = sr.load(path, P("fsdp"), mesh_of(), renames=[rename], only="y", max_bytes_in_flight=1 << 19)
-    check(loaded, {"y": array.reshape(64, 256, 4).transpose(2, 1, 0)})
-    assert max(seen) <= 4 * 64  # rows, and not their elements

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.checkpoint.test_load import RULES, bits, by_safe_open, checkpoint, mesh_of  # noqa: F401
+from tests.checkpoint.test_load import RULES, bits, by_safe_open, mesh_of
 
 ALL = [*RULES, ("", ())]
 HEAD = {"value_head": jax.ShapeDtypeStruct((32, 8), "float32")}
@@ -22,7 +22,7 @@ def tree_of(folder, **others):
     return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in own.items()} | others
 
 
-def test_only_without_a_tree(checkpoint, monkeypatch):  # noqa: F811
+def test_only_without_a_tree(checkpoint, monkeypatch):
     loaded = sr.load(checkpoint, RULES, mesh_of(), only=r"layers\.0\..*proj")
     expected = {name: array for name, array in by_safe_open(checkpoint).items()
                 if name.startswith("model.layers.0.") and "proj" in name}  # fmt: skip
@@ -30,7 +30,7 @@ def test_only_without_a_tree(checkpoint, monkeypatch):  # noqa: F811
     assert all(bits(loaded[name]) == bits(array) for name, array in expected.items())
 
 
-def test_only_into_a_tree_leaves_the_rest_as_it_is(checkpoint):  # noqa: F811
+def test_only_into_a_tree_leaves_the_rest_as_it_is(checkpoint):
     tree = tree_of(checkpoint, **HEAD)
     loaded = sr.load(checkpoint, ALL, mesh_of(), tree=tree, only="norm")
     for name, leaf in loaded.items():
@@ -40,13 +40,13 @@ def test_only_into_a_tree_leaves_the_rest_as_it_is(checkpoint):  # noqa: F811
             assert leaf is tree[name]
 
 
-def test_only_is_of_the_new_names(checkpoint):  # noqa: F811
+def test_only_is_of_the_new_names(checkpoint):
     renames = [sr.Rename("model.norm.weight", "last/scale"), sr.Rename("lm_head.weight", "head")]
     loaded = sr.load(checkpoint, ALL, mesh_of(), renames=renames, only="^last/")
     assert list(loaded) == ["last"]
 
 
-def test_what_is_left_over_is_listed(checkpoint, caplog):  # noqa: F811
+def test_what_is_left_over_is_listed(checkpoint, caplog):
     tree = tree_of(checkpoint)
     left = [name for name in tree if "layers" in name]
     for name in left:
@@ -60,7 +60,7 @@ def test_what_is_left_over_is_listed(checkpoint, caplog):  # noqa: F811
     assert "model.layers.{0,1}.mlp.down_proj.weight" in caplog.text
 
 
-def test_a_missing_leaf_is_an_error_though_not_strict(checkpoint):  # noqa: F811
+def test_a_missing_leaf_is_an_error_though_not_strict(checkpoint):
     with pytest.raises(sr.FileError, match="value_head: missing: the tree wants"):
         sr.load(checkpoint, RULES, mesh_of(), tree=tree_of(checkpoint, **HEAD), strict=False)
 
@@ -78,7 +78,7 @@ def pattern(shape, dtype):
         (np.arange(256).reshape(32, 8), np.arange(256.0).reshape(32, 8)),
     ],
 )
-def test_missing_leaves_are_made(checkpoint, caplog, init, expected):  # noqa: F811
+def test_missing_leaves_are_made(checkpoint, caplog, init, expected):
     rules = [("value_head", ("fsdp", "tp")), *RULES]
     tree = tree_of(checkpoint, **HEAD)
     with caplog.at_level(logging.WARNING, "shardrules"):
@@ -92,20 +92,20 @@ def test_missing_leaves_are_made(checkpoint, caplog, init, expected):  # noqa: F
     assert converted["value_head"].dtype == "bfloat16"
 
 
-def test_an_init_of_another_shape_names_the_path(checkpoint):  # noqa: F811
+def test_an_init_of_another_shape_names_the_path(checkpoint):
     with pytest.raises(ValueError, match=r"value of value_head: its shape is \[3\]; the tree wants \[32, 8\]"):
         sr.load(checkpoint, ALL, mesh_of(), tree=tree_of(checkpoint, **HEAD),
                 missing={"value_head": np.ones(3)})  # fmt: skip
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(1e6, "float16"), (300, "int8"), (3.7, "int8")])
-def test_a_value_that_its_dtype_lacks(checkpoint, value, dtype):  # noqa: F811
+def test_a_value_that_its_dtype_lacks(checkpoint, value, dtype):
     tree = tree_of(checkpoint, head=jax.ShapeDtypeStruct((4,), dtype))
     with pytest.raises(ValueError, match="missing: the value of head: a finite value would become"):
         sr.load(checkpoint, ALL, mesh_of(), tree=tree, missing={"head": value})
 
 
-def test_a_value_for_all_leaves_below_its_path(checkpoint):  # noqa: F811
+def test_a_value_for_all_leaves_below_its_path(checkpoint):
     lora = {"a": jax.ShapeDtypeStruct((4,), "float32"), "b": jax.ShapeDtypeStruct((2,), "int32")}
     tree = {"norm": jax.ShapeDtypeStruct((32,), "float32"), "lora": lora}
     renames = [sr.Rename("model.norm.weight", "norm")]
@@ -115,7 +115,7 @@ def test_a_value_for_all_leaves_below_its_path(checkpoint):  # noqa: F811
     assert loaded["lora"]["b"].tolist() == [1, 1]
 
 
-def test_a_value_of_a_leaf_called_value_is_its_own(checkpoint):  # noqa: F811
+def test_a_value_of_a_leaf_called_value_is_its_own(checkpoint):
     tree = {"attn": {part: jax.ShapeDtypeStruct((), "float32") for part in ("key", "value")}}
     with pytest.raises(sr.FileError, match="attn/key: missing"):
         sr.load(checkpoint, [("", ())], mesh_of(), tree=tree, strict=False,
@@ -129,7 +129,7 @@ def test_a_part_of_a_model_is_told(tmp_path, caplog):
     assert "is a part of a model; its directory has all" in caplog.text
 
 
-def test_patterns_that_find_nothing(checkpoint):  # noqa: F811
+def test_patterns_that_find_nothing(checkpoint):
     with pytest.raises(sr.FileError, match="layrs: only finds no such path"):
         sr.load(checkpoint, RULES, mesh_of(), only="layrs")
     with pytest.raises(sr.FileError, match="valu_head: missing: the tree has no such path"):
@@ -137,12 +137,12 @@ def test_patterns_that_find_nothing(checkpoint):  # noqa: F811
 
 
 @pytest.mark.parametrize("options", [{"strict": False}, {"missing": {"x": 0}}])
-def test_without_a_tree_nothing_is_missing_or_left_over(checkpoint, options):  # noqa: F811
+def test_without_a_tree_nothing_is_missing_or_left_over(checkpoint, options):
     with pytest.raises(ValueError, match="give tree, or a plan"):
         sr.load(checkpoint, RULES, mesh_of(), **options)
 
 
 @pytest.mark.parametrize("options", [{"strict": 2}, {"only": 3}, {"missing": "x"}, {"missing": {"x": "y"}}])
-def test_arguments_of_other_types(checkpoint, options):  # noqa: F811
+def test_arguments_of_other_types(checkpoint, options):
     with pytest.raises(TypeError, match=next(iter(options))):
         sr.load(checkpoint, RULES, mesh_of(), **options)

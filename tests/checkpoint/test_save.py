@@ -92,8 +92,8 @@ def test_words_that_are_none_of_keys(tmp_path, keys):
 
 
 def test_a_path_that_is_none(tmp_path):
-    for path, message in (("gs://bucket/m", "is a URL"), ("/", "has no name")):
-        with pytest.raises(ValueError, match=message):
+    for path in ("gs://bucket/m", "/"):
+        with pytest.raises(ValueError, match="save makes a directory of files of this machine"):
             sr.save({"w": np.ones(4)}, path)
     sr.save({"w": np.ones(4)}, tmp_path / "new" / "folder" / "m")
     assert (tmp_path / "new" / "folder" / "m").is_dir()

@@ -73,7 +73,12 @@ def _conversion(dtype: Any) -> Any:
 
 
 def cast(array: Any, dtype: Any) -> tuple[Any, Any]:
-    """Return (the array in this dtype, whether a finite value got lost; None if none can)."""
+    """Return (the array in this dtype, whether a finite value got lost; None if none can).
+
+    None is the dtype that it has.
+    """
+    if dtype is None:
+        return array, None
     if isinstance(array, jax.Array) and array.dtype != dtype:
         return _conversion(np.dtype(dtype))(array)  # type: ignore[no-any-return]
     return _with_loss(array if isinstance(array, jax.Array) else np.asarray(array), dtype)
@@ -105,11 +110,7 @@ def spread_over(mesh: Any, shape: Shape) -> NamedSharding:
 def made_of(
     target: Target, arrays: Mapping[str, Any], dtype: Any, sharding: NamedSharding | None
 ) -> tuple[Any, Any]:
-    """Make the target, on the devices of its arrays.
-
-    Returns:
-        (the array, whether a value got lost in the dtype, on devices; None if none can)
-    """
+    """Return (the target, made on the devices of its arrays; whether a value got lost or None)."""
     sources = [arrays[part.source] for part in target.parts]
     starts = [np.array(part.starts, np.int32) for part in target.parts]
     in_place = sharding is not None and all(
@@ -142,7 +143,8 @@ def _program(
             if values.shape == shape:
                 result = values
                 break
-            result = _blank(shape, values) if result is None else result
+            # Of random keys jnp.zeros makes none.
+            result = jax.lax.full(shape, 0, values.dtype) if result is None else result
             result = jax.lax.dynamic_update_slice(result, values, at)
         assert result is not None
         return result, jnp.stack(losses).any() if losses else None
@@ -160,10 +162,3 @@ def made_on_host(target: Target, arrays: Mapping[str, Any]) -> Any:
         values = form.arranged(np, np.asarray(arrays[name])[region])
         result[tuple(map(slice, at, map(sum, zip(at, values.shape, strict=True))))] = values
     return result
-
-
-def _blank(shape: Shape, values: Any) -> Any:
-    """Make an array of this shape to put values into. Of random keys there are no zeros."""
-    if not jnp.issubdtype(values.dtype, jax.dtypes.extended):
-        return jnp.zeros(shape, values.dtype)
-    return jnp.broadcast_to(values.reshape(-1)[0], shape)

@@ -172,14 +172,7 @@ def row_major(shape: Sequence[int]) -> Shape:
 def form_of(
     dims: Arrangement, sizes: Mapping[str, int], spans: Sequence[Span], shape: Shape
 ) -> tuple[Form, Shape]:
-    """Return the form of a part, and where its region begins in the array.
-
-    Args:
-        dims: The arrangement.
-        sizes: The size of each axis that is in both arrays, or repeats.
-        spans: Where the part begins and ends in each dimension of the array.
-        shape: The array's shape.
-    """
+    """Return the form of a part that has these spans, and where its region begins in the array."""
     of_source, of_target = (
         [tuple(axis for axis in group if axis in sizes) for group in groups] for groups in dims
     )

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
-from shardrules._base.arguments import boolean, check_type, integer
+from shardrules._base.arguments import as_tuple, boolean, check_items, check_type, integer
 from shardrules._base.dtypes import given_name
 from shardrules._base.text import SLIP, nearest, without_defaults
 from shardrules._checkpoint.layouts import Arrangement, arrangement
 
-A_RENAME: Final = "a Rename, such as shardrules.Rename('layers.{layer}.w', 'layers/{layer}/w')"
+_A_RENAME: Final = "a Rename, such as shardrules.Rename('layers.{layer}.w', 'layers/{layer}/w')"
 _TOKEN: Final = re.compile(r"\{\{|\}\}|\{[^{}]*\}|[{}]|[^{}]+")
 _FIELD: Final = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:(?P<many>\*)|:(?P<words>.*))?", re.DOTALL)
 # A number of more digits is none of a layer or an expert.
@@ -130,13 +130,7 @@ class Field(NamedTuple):
 
 
 class Template:
-    """A name with fields.
-
-    Attributes:
-        fields: Its fields by their names.
-        separator: "/" or ".", if its text has one.
-        start: The text before the first field.
-    """
+    """A name with fields."""
 
     def __init__(self, keyword: str, text: str) -> None:
         self.fields: dict[str, Field] = {}
@@ -257,20 +251,11 @@ def _checked_size(keyword: str, axis: str, size: Any) -> int | tuple[int, ...]:
 
 
 class DirectedRename:
-    """A `Rename` in one direction: what it finds, and what becomes of it.
-
-    Attributes:
-        rename: The Rename.
-        dims: The arrangement in this direction; of no dimensions if they stay as they are.
-        is_back: Whether it leads from the tree to the checkpoint.
-        text: The template of what it finds.
-        stacked: The axes along which arrays are stacked.
-        apart: The axes along which an array is taken apart.
-        regions: By shape, into which regions arrays of it are taken apart.
-    """
+    """A `Rename` in one direction, backwards from the tree to the checkpoint."""
 
     def __init__(self, rename: Rename, *, is_back: bool) -> None:
         self.rename, self.is_back = rename, is_back
+        # By shape, into which regions arrays are taken apart.
         self.regions: dict[Any, Any] = {}
         name = template("name", rename.name)
         path = name if rename.path is None else template("path", rename.path)
@@ -284,6 +269,7 @@ class DirectedRename:
         self._search_lazily = found.regex(self._words, "?").fullmatch
         dims = arrangement(rename.dims)
         self.dims = Arrangement(*dims[::-1]) if is_back else dims
+        # The axes along which arrays are stacked, and along which one is taken apart.
         self.stacked = tuple(key for key in found.fields if key not in made.fields)
         self.apart = tuple(key for key in made.fields if key not in found.fields)
 
@@ -337,6 +323,11 @@ class DirectedRename:
                 text = re.sub("[./]", self._made.separator, text)
             texts[key] = text
         return self._made.filled(texts)
+
+
+def checked_renames(renames: Any) -> tuple[Rename, ...]:
+    """Return the Renames that a user gives."""
+    return check_items("renames", as_tuple("renames", renames, "Renames"), Rename, _A_RENAME)
 
 
 def forwards(renames: Sequence[Rename]) -> list[DirectedRename]:

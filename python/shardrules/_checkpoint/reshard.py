@@ -14,13 +14,13 @@ import numpy as np
 from jax import tree_util
 from jax.sharding import NamedSharding
 
-from shardrules._base.arguments import as_tuple, boolean, byte_size, check_items
+from shardrules._base.arguments import boolean, byte_size
 from shardrules._base.dtypes import bits_of, given_float, is_plain_float
 from shardrules._base.mistakes import in_order
 from shardrules._checkpoint.conversion import cast, check_kept, made_of, numpy_dtype
-from shardrules._checkpoint.names import A_RENAME, Rename, forwards
+from shardrules._checkpoint.load import checked_sharding, matched, scales_in, shapes_and_dtypes
+from shardrules._checkpoint.names import Rename, checked_renames, forwards
 from shardrules._checkpoint.targets import Problems, Target
-from shardrules._checkpoint.trees import checked_sharding, matched, scales_in, shapes_and_dtypes
 from shardrules._checkpoint.units import DEFAULT_IN_FLIGHT, in_batches
 from shardrules._place.boxes import unboxed
 from shardrules._place.decider import RulesLike
@@ -40,11 +40,15 @@ class _Move(NamedTuple):
 
     sharding: NamedSharding
     shape: tuple[int, ...]
-    bytes: int
+    dtype: Any
     sources: tuple[int, ...]
     """Which leaves of the tree it is made of."""
     make: Callable[[], tuple[Any, Any]]
     """Makes it, on the devices of its sources; and whether a value got lost, or None."""
+
+    @property
+    def bytes(self) -> int:
+        return -(-prod(self.shape) * bits_of(self.dtype) // 8)
 
 
 @in_order("tree", "rules", "mesh")
@@ -98,7 +102,7 @@ def reshard(
         ((None, 'tp'), 'bfloat16')
     """
     with JointCall("reshard") as call:
-        followed = check_items("renames", as_tuple("renames", renames, "Renames"), Rename, A_RENAME)
+        followed = checked_renames(renames)
         gives_up = boolean("donate", donate)
         name = None if dtype is None else given_float("dtype", dtype)
         most = byte_size("max_bytes_in_flight", max_bytes_in_flight)
@@ -170,39 +174,25 @@ def _as_they_are(
     tree: Any, leaves: list[Any], shardings: list[Any], dtype: str | None
 ) -> dict[int, _Move]:
     """Return the move of each leaf that moves, by its index."""
-    goals = [dtype] * len(leaves)
+    goals: list[Any] = [None] * len(leaves)
     if dtype is not None:
-        names = [str(getattr(leaf, "dtype", "")) for leaf in leaves]
         paths = leaf_paths(tree)
+        names = [str(getattr(leaf, "dtype", "")) for leaf in leaves]
         scales = scales_in(dict(zip(paths, names, strict=True)))
-        goals = [
-            dtype if is_plain_float(name) and path not in scales else None
-            for path, name in zip(paths, names, strict=True)
-        ]
-    return {
-        i: _Move(
-            sharding,
-            np.shape(leaves[i]),
-            _bytes_of(leaves[i], goals[i]),
-            (i,),
-            partial(_as_dtype, leaves[i], goals[i]),
-        )
-        for i, sharding in enumerate(placeable(tree, leaves, shardings))
-        if sharding is not None
-    }
-
-
-def _as_dtype(leaf: Any, dtype: str | None) -> tuple[Any, Any]:
-    """Return (the leaf in this dtype, if it is an array, whether a value got lost)."""
-    if dtype is None or isinstance(leaf, np.generic):
-        return leaf, None
-    return cast(leaf, numpy_dtype(dtype))
-
-
-def _bytes_of(leaf: Any, dtype: str | None) -> int:
-    """Count the bytes of the array that a leaf becomes."""
-    bits: int = prod(np.shape(leaf)) * bits_of(dtype or getattr(leaf, "dtype", "float32"))
-    return -(-bits // 8)
+        for i, (path, name) in enumerate(zip(paths, names, strict=True)):
+            if (
+                is_plain_float(name)
+                and path not in scales
+                and not isinstance(leaves[i], np.generic)
+            ):
+                goals[i] = numpy_dtype(dtype)
+    moves = {}
+    for i, sharding in enumerate(placeable(tree, leaves, shardings)):
+        if sharding is not None:
+            leaf, goal = leaves[i], goals[i]
+            own = getattr(leaf, "dtype", "float32") if goal is None else goal
+            moves[i] = _Move(sharding, np.shape(leaf), own, (i,), partial(cast, leaf, goal))
+    return moves
 
 
 def _moves_by_paths(
@@ -219,19 +209,13 @@ def _moves_by_paths(
     abstract, targets = matched(arrays, in_tree, forwards(renames), dtype, problems)
     specs, _, shardings = requested_shardings(abstract, rules, mesh)
     live, row = dict(zip(names, leaves, strict=True)), {name: i for i, name in enumerate(names)}
-    moves = {}
-    for i, ((path, target), spec, sharding) in enumerate(
-        zip(targets, specs, shardings, strict=True)
-    ):
+    moves: dict[int, _Move] = {}
+    for (path, target), spec, sharding in zip(targets, specs, shardings, strict=True):
         to = checked_sharding(path, sharding)
         assert target is not None
-        moves[i] = _Move(
-            to,
-            target.shape,
-            prod(target.shape) * spec.dtype.itemsize,
-            tuple({row[part.source]: None for part in target.parts}),
-            partial(_made_leaf, target, live, spec.dtype, to),
-        )
+        sources = tuple({row[part.source]: None for part in target.parts})
+        make = partial(_made_leaf, target, live, spec.dtype, to)
+        moves[len(moves)] = _Move(to, target.shape, spec.dtype, sources, make)
     return abstract, moves
 
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax import tree_util
 
-from shardrules._base.arguments import as_tuple, byte_size, check_items, check_type
+from shardrules._base.arguments import byte_size, check_type
 from shardrules._base.dtypes import RANDOM_KEYS, SAFETENSORS, bits_of, given_name, key_dtype
 from shardrules._base.io import FileError, path_of, sync_directory
 from shardrules._base.mistakes import in_order
@@ -37,7 +37,7 @@ from shardrules._checkpoint.layouts import (
     slices_in,
     whole_box,
 )
-from shardrules._checkpoint.names import A_RENAME, Rename, backwards, forwards
+from shardrules._checkpoint.names import Rename, backwards, checked_renames, forwards
 from shardrules._checkpoint.targets import Problems, Target, targets_of
 from shardrules._checkpoint.units import in_batches
 from shardrules._place.processes import JointCall
@@ -113,23 +113,17 @@ def save(
         ['model-00001-of-00001.safetensors', 'model.safetensors.index.json']
     """
     check_type("path", path, str | os.PathLike, "the path of a directory")
-    if "://" in os.fspath(path):
-        raise ValueError(f"path: {path} is a URL, and save writes files of this machine")
     target = path_of(path).absolute()
-    if not target.name:
-        raise ValueError(f"path: {path} has no name; write that of a new directory")
-    if target.suffix == ".safetensors":
+    if "://" in os.fspath(path) or not target.name or target.suffix == ".safetensors":
         raise ValueError(
-            f"path: {target.name} is the name of a file, and save makes a directory of files; "
-            f"write {target.stem!r}"
+            f"path: {path}; save makes a directory of files of this machine: write "
+            f"{target.stem or 'model'!r}"
         )
     folder = target.with_name(f".{target.name}.saving")
     first, owns_folder = jax.process_index() == 0, False
     try:
         with JointCall("save") as call:
-            followed = check_items(
-                "renames", as_tuple("renames", renames, "Renames"), Rename, A_RENAME
-            )
+            followed = checked_renames(renames)
             most = byte_size("shard_bytes", shard_bytes)
             parts = list(in_batches(_entries(tree, followed), most, lambda entry: entry.size))
             files = [

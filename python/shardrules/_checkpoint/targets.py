@@ -117,11 +117,7 @@ def targets_of(
 ) -> Targets:
     """Return the arrays of the tree; raise an error with all problems, if there are any.
 
-    Args:
-        arrays: The arrays of the checkpoint.
-        records: What renames do; in the direction from the tree, arrays and tree change places.
-        problems: Where to note what does not fit.
-        forward: In the direction from the tree: what the renames do in the other.
+    If records go back, arrays and tree change places, and `forward` are those of the way there.
     """
     if not records:
         problems.raise_all()

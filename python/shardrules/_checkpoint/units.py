@@ -54,9 +54,8 @@ _UNIT_BYTES: Final = 32 << 20
 _UNIT_ARRAYS: Final = 1024
 # Units of at most this part of what is in flight keep all threads busy.
 _SHARE: Final = 4
-# Bytes: shorter runs are read with what is between them, if that is not many times as much.
+# Bytes of shorter runs, which the boxes of all devices are read with, if JAX can cut these.
 _SHORT: Final = 512
-_MOST_BETWEEN: Final = 4
 
 # Bytes between two ranges that are read along: less than what a call of the system takes.
 GAP: Final = 4 << 10
@@ -311,21 +310,15 @@ def _packed(block: Block, item: int) -> _Packed:
     lengths, strides = block.lengths, block.strides
     axes = [axis for axis, stride in enumerate(strides) if stride and lengths[axis] > 1]
     axes.sort(key=strides.__getitem__)
-    size = needed = 1
+    size = 1
     in_memory = [0] * len(lengths)
     outer: list[int] = []
     for axis in axes:
-        span = (lengths[axis] - 1) * strides[axis] + size
-        is_short = (
-            size * item < _SHORT
-            and (strides[axis] - size) * item <= GAP
-            and span <= _MOST_BETWEEN * needed * lengths[axis]
-        )
-        if outer or not (strides[axis] == size or is_short):
+        if outer or strides[axis] != size:
             outer.append(axis)
             continue
         in_memory[axis] = strides[axis] * item
-        size, needed = span, needed * lengths[axis]
+        size *= lengths[axis]
     begins = np.zeros(1, np.int64)
     step = size * item
     for axis in outer:
@@ -362,15 +355,10 @@ def _typed(memory: npt.NDArray[np.uint8], place: slice, dtype: np.dtype[Any]) ->
 
 
 class _Unit:
-    """Boxes that are read together: the memory, the ranges that fill it, and what is made of it.
-
-    Attributes:
-        rows: The job and the box of each value.
-        makes: Per value, a function of the memory.
-        bytes: The bytes of memory.
-    """
+    """Boxes that are read together: the memory, the ranges that fill it, and what is made of it."""
 
     def __init__(self, jobs: Sequence[Job], arrays: Mapping[str, ArraySpec]) -> None:
+        # The job and the box of each value, and the function that makes it of the memory.
         self.rows: list[tuple[int, Box]] = []
         self.makes: list[Callable[[npt.NDArray[np.uint8]], npt.NDArray[Any]]] = []
         self.bytes = 0
@@ -378,7 +366,6 @@ class _Unit:
         self._single: dict[StoredFile, list[list[int]]] = defaultdict(list)
         self._many: dict[StoredFile, list[Ranges]] = defaultdict(list)
         self._beside = 0
-        self._end: tuple[StoredFile | None, int] = (None, 0)
 
     @property
     def needs(self) -> int:
@@ -400,23 +387,14 @@ class _Unit:
         self.makes.append(partial(_assembled, job, box, views))
 
     def _add_whole(self, dtype: np.dtype[Any], array: ArraySpec) -> None:
-        size = prod(array.shape) * dtype.itemsize
-        rows = self._single[array.file] if array.file is not None else []
-        # The next of a file is read with the one before it.
-        goes_on = self._end == (array.file, array.begin) and not self.bytes % dtype.itemsize
-        if goes_on and rows and size < _SMALL:
-            place = self.bytes
-            rows[-1][1] += size
-        else:
-            place = self._room()
-            rows.append([array.begin, size, place])
-        self.bytes = place + size
-        self._end = (array.file, array.begin + size)
+        place = self._room()
+        self.bytes = place + prod(array.shape) * dtype.itemsize
+        if array.file is not None:
+            self._single[array.file].append([array.begin, self.bytes - place, place])
         self.makes.append(partial(_whole, slice(place, self.bytes), dtype, array.shape))
 
     def _room(self) -> int:
         """Return where the next memory begins."""
-        self._end = (None, 0)
         return -(-self.bytes // _ALIGNED) * _ALIGNED
 
     def _view(self, part: Part, block: Block, filled: Box) -> _View:
@@ -508,25 +486,10 @@ def bytes_to_read(job: Job, arrays: Mapping[str, ArraySpec]) -> int:
     return elements * bits_of(arrays[job.target.parts[0].source].dtype) // 8
 
 
-class _Reading(NamedTuple):
-    """A unit that is being read."""
-
-    unit: _Unit
-    memory: npt.NDArray[np.uint8]
-    reads: list[Future[None]]
-
-
 def fill(
     jobs: Sequence[Job], reader: Reader, most_bytes: int, done: Callable[[], None]
 ) -> list[Any]:
-    """Make the arrays of the jobs.
-
-    Args:
-        jobs: What to make.
-        reader: The files of the stored arrays.
-        most_bytes: Maximum bytes in flight; a box that needs more is alone.
-        done: Called in this thread after each unit.
-    """
+    """Make the arrays of the jobs; `done` is called in this thread after each unit."""
     filling = _Filling(jobs, reader, done)
     try:
         for unit in _units(jobs, reader.arrays, most_bytes):
@@ -542,6 +505,9 @@ def fill(
     finally:
         filling.pool.shutdown(cancel_futures=True)
     return filling.arrays
+
+
+_Reading = tuple[_Unit, npt.NDArray[np.uint8], list[Future[None]]]
 
 
 class _Filling:
@@ -565,20 +531,22 @@ class _Filling:
             self.pool.submit(self._reader.read, file, ranges, memory)
             for file, ranges in unit.ranges()
         ]
-        self._reading.append(_Reading(unit, memory, reads))
+        self._reading.append((unit, memory, reads))
 
     def make_room(self, at_most: int, units: int = 0) -> None:
         """Wait until so many bytes and units are in flight."""
-        while self._reading and (
-            len(self._reading) > units
-            or self._in_flight > at_most
-            or all(read.done() for read in self._reading[0].reads)
-        ):
-            self._put(self._reading.popleft())
-            while self._sent and self._in_flight > at_most:
+        while True:
+            is_over = self._in_flight > at_most
+            if is_over and self._sent:
                 self._arrive()
-        while self._sent and self._in_flight > at_most:
-            self._arrive()
+            elif self._reading and (
+                is_over
+                or len(self._reading) > units
+                or all(read.done() for read in self._reading[0][2])
+            ):
+                self._put(*self._reading.popleft())
+            else:
+                return
 
     def _arrive(self) -> None:
         size, arrays = self._sent.popleft()
@@ -586,15 +554,17 @@ class _Filling:
         self._in_flight -= size
         self._done()
 
-    def _put(self, reading: _Reading) -> None:
+    def _put(
+        self, unit: _Unit, memory: npt.NDArray[np.uint8], reads: Sequence[Future[None]]
+    ) -> None:
         """Put what was read onto devices."""
-        for read in reading.reads:
+        for read in reads:
             read.result()
         values: list[Any] = []
         places: list[Any] = []
         devices: list[tuple[int, Any]] = []
-        for (index, box), make in zip(reading.unit.rows, reading.unit.makes, strict=True):
-            job, value = self._jobs[index], make(reading.memory)
+        for (index, box), make in zip(unit.rows, unit.makes, strict=True):
+            job, value = self._jobs[index], make(memory)
             if job.sharding.is_fully_addressable and box_shape(box) == job.target.shape:
                 values.append(value)
                 places.append(job.sharding)
@@ -611,9 +581,9 @@ class _Filling:
                 self.arrays[index] = array
             else:
                 self._parts[index][device] = array
-        for index in {index for index, _ in reading.unit.rows}:
+        for index in {index for index, _ in unit.rows}:
             self.assemble(index)
-        self._sent.append((reading.unit.needs, arrays))
+        self._sent.append((unit.needs, arrays))
 
     def assemble(self, index: int) -> None:
         """Make an array of its parts, if all are there."""

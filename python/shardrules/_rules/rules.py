@@ -415,7 +415,7 @@ def _pairs_of(rules: Mapping[Any, Any]) -> str:
     if rules and all(isinstance(value, int) for value in rules.values()):
         return "rules first, and then this mesh"
     if any(hasattr(value, "shape") for value in rules.values()):
-        return "this tree first, and then rules"
+        return "this tree first, and then rules; or jax.tree.map(lambda x: x.sharding, it) as rules"
     return "list(rules.items())"
 
 
