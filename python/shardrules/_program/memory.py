@@ -19,7 +19,6 @@ _LARGEST: Final = 100
 _FEW_STACKS: Final = 3
 _MOST_STEPS: Final = 10
 _IN_TEXT: Final = 10
-_NEGLIGIBLE: Final = 1000
 # XLA's numbers of bytes, with their signs: aliased bytes are counted as argument and as output.
 _NUMBERS: Final = {
     "arguments": ("argument", 1),
@@ -136,18 +135,12 @@ class Memory(NamedTuple):
 
 
 def table_of(buffers: Sequence[Buffer]) -> Table:
-    """Return a table of the largest of these arrays, which are sorted by bytes.
-
-    Scratch a thousand times smaller than the largest says nothing.
-    """
-    least = buffers[0].bytes / _NEGLIGIBLE if buffers else 0
-    rows = (buffer for buffer in buffers[:_IN_TEXT] if buffer.bytes >= least)
-    return Table(_COLUMNS, map(_buffer_cells, rows))
-
-
-def _buffer_cells(buffer: Buffer) -> tuple[str, ...]:
-    place = "" if buffer.place is None else str(buffer.place)
-    return bytes_shown(buffer.bytes), buffer.shape, buffer.what, place
+    """Return a table of the largest of these arrays, which are sorted by bytes."""
+    rows = [
+        (bytes_shown(row.bytes), row.shape, row.what, "" if row.place is None else str(row.place))
+        for row in buffers[:_IN_TEXT]
+    ]
+    return Table(_COLUMNS, rows)
 
 
 def totals_of(executable: Executable) -> Totals | None:
@@ -293,19 +286,30 @@ class DeviceArrays:
         By JAX's name of the fusion that it is in, or of the instruction, or by what it is made of.
         """
         values, phases = self._values, list[str]()
-        for node, line in enumerate(values.lines):
-            fusion = values.hlo.fusion_of(values.computations[node])
-            texts = [x.attributes for x in (fusion and fusion[1], line) if x]
-            source = next(iter(values.made_of[node]), node)
-            if name := next((text for text in texts if "op_name=" in text), None):
-                phases.append(next((x for mark, x in _PASSES.items() if mark in name), ""))
-            else:
-                phases.append(phases[source] if source < node else "")
+        of_fusions: dict[str, str | None] = {}
+        for node, (computation, line) in enumerate(
+            zip(values.computations, values.lines, strict=True)
+        ):
+            if computation not in of_fusions:
+                fusion = values.hlo.fusion_of(computation)
+                of_fusions[computation] = fusion and _named_phase(fusion[1])
+            phase = of_fusions[computation]
+            phase = _named_phase(line) if phase is None else phase
+            if phase is None:
+                source = next(iter(values.made_of[node]), node)
+                phase = phases[source] if source < node else ""
+            phases.append(phase)
         return phases
 
 
-_PASSES: Final = {"transpose(": "backward", "jvp(": "forward"}
-"""Passes by what JAX writes around the names of their operations."""
+def _named_phase(line: Instruction) -> str | None:
+    """Read the pass in the name of an instruction; None without a name."""
+    text = line.attributes
+    if "op_name=" not in text:
+        return None
+    return "backward" if "transpose(" in text else "forward" if "jvp(" in text else ""
+
+
 _FREE: Final = frozenset({"broadcast", "constant", "iota"})
 """Operations that are computed again where they are used."""
 _UPDATE: Final = "dynamic-update-slice"
@@ -413,18 +417,14 @@ class OutOfMemory(MemoryError):  # noqa: N818
 
     def _fix(self) -> str:
         """Say what would mend it."""
-        largest = self.buffers[0]
-        line = "" if largest.place is None else f" at {largest.place}"
-        most = _MOST * sum(buffer.bytes for buffer in self.buffers)
-        if sum(buffer.bytes for buffer in self.buffers if buffer.is_saved) > most:
-            return (
-                "most of it is kept for the backward pass: recompute it by jax.checkpoint around "
-                f"the layer; or shard what is kept{line} by another axis too, or take a smaller "
-                "batch"
-            )
+        line = f" at {self.buffers[0].place}" if self.buffers[0].place else ""
+        saved = sum(buffer.bytes for buffer in self.buffers if buffer.is_saved)
+        is_most = saved > _MOST * sum(buffer.bytes for buffer in self.buffers)
+        remat = "recompute what is kept for the backward pass, most of it: jax.checkpoint; or "
         return (
-            f"shard {largest.shape}{line} over more devices, by the plan or by "
-            "jax.lax.with_sharding_constraint; donate the state; or take a smaller batch"
+            f"{remat if is_most else ''}shard {self.buffers[0].shape}{line} over more devices, by "
+            "the plan or by jax.lax.with_sharding_constraint; or donate the state, or take a "
+            "smaller batch"
         )
 
 

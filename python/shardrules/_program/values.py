@@ -164,12 +164,12 @@ class Values:
         is_shared = self.hlo.count_calls(name) > 1
         self._parameters[name] = []
         for line in computation:
-            if line.parameter is None:
+            if line.opcode != "parameter":
                 trees[line.name] = self._value(
                     name, line, [trees[operand] for operand in line.operands]
                 )
                 continue
-            tree = arguments[line.parameter]
+            tree = arguments[line.parameter or 0]
             trees[line.name] = self._joined(name, line, tree) if is_shared else tree
         if is_shared:
             self._parameters[name] = [trees[line.name] for line in computation.parameters]
