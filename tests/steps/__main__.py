@@ -26,14 +26,15 @@ def main(group: str, name: str = "", is_clean: bool = False) -> None:
         return
     table, costly, reported = [], 0, 0
     for row in score(selected):
-        costly, reported = costly + len(row.costly), reported + len(row.reported)
+        told = len(row.costly) - len(row.missed)
+        costly, reported = costly + len(row.costly), reported + told
         names = [one for one in row.costly if any(f.level != "info" for f in row.new(row.costly[one]))]
         by_warning = len(names)
         table.append(
-            f"| {row.step} | {len(row.outcomes)} | {len(row.costly)} | {len(row.reported)} | {by_warning} | "
+            f"| {row.step} | {len(row.outcomes)} | {len(row.costly)} | {told} | {by_warning} | "
             f"{len(warnings(row.clean))} | {row.clean.unexplained:.1%} |"
         )
-        print(f"\n## {row.step}: {len(row.reported)} of {len(row.costly)} costly faults are told")
+        print(f"\n## {row.step}: {told} of {len(row.costly)} costly faults are told")
         print(f"clean: {row.clean.cost}, unexplained {row.clean.unexplained:.1%}")
         for finding in warnings(row.clean):
             print(f"  CLEAN WARNING {finding}")

@@ -16,8 +16,6 @@ from typing import Any, Final, NamedTuple
 import shardrules as sr
 from tests.support import hlo_counts
 
-__all__ = ["LARGE", "Built", "Cost", "Outcome", "Row", "Step", "cost", "outcome", "score", "steps"]
-
 LARGE: Final = 2**16
 """The `large` of `verify` that suits these sizes."""
 _SENT: Final = 1.05
@@ -97,11 +95,6 @@ class Row(NamedTuple):
         return {k: v for k, v in self.outcomes.items() if v.cost and v.cost.exceeds(self.clean.cost)}
 
     @property
-    def reported(self) -> list[str]:
-        """Costly faults that `verify` finds."""
-        return [name for name, one in self.costly.items() if self.new(one)]
-
-    @property
     def missed(self) -> list[str]:
         """Costly faults that `verify` does not find."""
         return [name for name, one in self.costly.items() if not self.new(one)]
@@ -118,7 +111,9 @@ class Row(NamedTuple):
 
 def cost(built: Built) -> Cost:
     """Return the bytes that the collectives of a step move, and its peak."""
-    compiled = _unwrapped(built.compiled)
+    compiled = built.compiled
+    while not hasattr(compiled, "memory_analysis"):
+        compiled = compiled.compiled
     rows = hlo_counts.collectives(compiled.as_text())
     memory = compiled.memory_analysis()
     peak = (
@@ -149,13 +144,9 @@ def _outcome(step: Step, switches: Mapping[str, Any]) -> Outcome:
         return Outcome(None, (), 0, f"{type(error).__name__}: {str(error)[:200]}")
     findings = sr.verify(built.compiled, built.inputs, built.outputs, large=LARGE)
     reported = tuple(one for one in findings if one.kind != "gathered" or one.level != "info")
-    return Outcome(cost(built), reported, 0 if switches else _unexplained(built))
-
-
-def _unexplained(built: Built) -> float:
-    rows = sr.inspect(built.compiled, built.inputs, built.outputs).collectives
-    total = sum(row.bytes or 0 for row in rows)
-    return sum(row.bytes or 0 for row in rows if not row.is_expected) / total if total else 0
+    rows = () if switches else sr.inspect(built.compiled, built.inputs, built.outputs).collectives
+    total, lost = (sum(row.bytes or 0 for row in some) for some in (rows, [row for row in rows if not row.is_expected]))
+    return Outcome(cost(built), reported, lost / max(total, 1))
 
 
 def score(steps: Iterable[Step]) -> Iterator[Row]:
@@ -173,12 +164,6 @@ def steps(*groups: str) -> list[Step]:
         if not module.name.startswith(("__", "test"))
     )
     return [step for module in modules for step in getattr(module, "STEPS", ()) if step.group in groups]
-
-
-def _unwrapped(compiled: Any) -> Any:
-    while not hasattr(compiled, "memory_analysis"):
-        compiled = compiled.compiled
-    return compiled
 
 
 def _essence(finding: sr.types.Finding) -> tuple[str, tuple[str, ...], str]:
