@@ -2,8 +2,10 @@
 
 from shardrules._base.text import Place as Place
 from shardrules._place.logical import RulesFallback as RulesFallback
-from shardrules._plan.diff import Change as Change
-from shardrules._plan.diff import PlanDiff as PlanDiff
+from shardrules._plan.compare import Change as Change
+from shardrules._plan.compare import PlanDiff as PlanDiff
+from shardrules._plan.compare import Transfer as Transfer
+from shardrules._plan.compare import TransferRow as TransferRow
 from shardrules._plan.files.rules import RuleFile as RuleFile
 from shardrules._plan.findings import Finding as Finding
 from shardrules._plan.findings import Findings as Findings
@@ -18,8 +20,6 @@ from shardrules._plan.suggest.suggest import Reason as Reason
 from shardrules._plan.suggest.suggest import Suggestion as Suggestion
 from shardrules._plan.sweep import Sweep as Sweep
 from shardrules._plan.sweep import SweepRow as SweepRow
-from shardrules._plan.transfer import Transfer as Transfer
-from shardrules._plan.transfer import TransferRow as TransferRow
 from shardrules._program.hlo import Collective as Collective
 from shardrules._program.memory import Buffer as Buffer
 from shardrules._program.memory import Memory as Memory

@@ -120,15 +120,6 @@ def test_random_keys(implementation, devices):
     check_equal(sr.plan({"key": key, "keys": keys}, [("", ("fsdp",))], mesh_of(devices)))
 
 
-def test_host_memory():
-    """On CPU XLA counts it with the rest; the plan counts it apart."""
-    rules = [("embed", sr.RuleSpec(("fsdp", "tp"), memory_kind="pinned_host")), ("", "fsdp")]
-    plan = sr.plan({"embed": array(64, 8), "w": array(8, 8)}, rules, mesh_of(8))
-    held = plan.bytes_per_device()
-    assert (held.max, held.host) == (64, 256)
-    assert argument_bytes(plan.abstract()) == held.max + held.host
-
-
 class TestWhereTheyDiffer:
     """As docs/planning.md says."""
 

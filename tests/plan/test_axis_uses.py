@@ -37,20 +37,6 @@ def test_a_stage_of_a_pipeline_is_no_axis_of_batches(axis):
     assert data_axes_among({axis: 4, "tp": 2}) == ()
 
 
-@pytest.mark.parametrize("axis", STAGES)
-def test_a_stage_cuts_stacks_of_layers(axis):
-    layer = {"up": models.kernel(8, 512, 2048), "norm": {"scale": models.array(8, 512)}}
-    found = sr.suggest({"layers": layer}, {axis: 4, "tp": 2})
-    assert tuple(found.plan.specs()["layers"]["up"]["kernel"]) == (axis, None, "tp")
-    assert not found.plan.check()
-
-
-@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 4}, {"data": 2, "model": 4, "seq": 2}])
-def test_axes_of_batches_are_the_same_to_all(mesh):
-    found = sr.suggest(models.llama(), mesh)
-    assert found.declared["data_axes"] == data_axes_among(mesh)
-
-
 @pytest.mark.parametrize("axis", ["fsdp", "zero3", "dp", "ddp", "inner_replicas"])
 def test_heads_may_be_cut_apart_by_axes_that_gather_them(axis):
     tree = models.llama(head_norm=128)
@@ -75,8 +61,3 @@ def test_a_suggested_plan_carries_what_is_declared_about_it():
     # Other rules have declarations of their own.
     other = plan.with_rules(list(plan.rules))
     assert [one.kind for one in other.check()] == ["unused-axis"]
-
-
-def test_suggest_does_not_cut_what_check_warns_of():
-    found = sr.suggest(models.llama(kv=1024), {"x": 16}, head_dim=128)
-    assert not found.plan.check(head_dim=128)

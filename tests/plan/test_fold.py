@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import shardrules as sr
 from shardrules._core import templates
 from shardrules._plan.fold import fold, parts_of
 from tests.support import corpus
@@ -110,13 +108,6 @@ def test_a_path_with_many_numbers(count):
     assert len(patterns) == (1 if count < 16 else 3)
 
 
-@pytest.mark.parametrize("number", [lambda i, j: i == j, lambda i, j: i < j, lambda i, j: i * j % 7])
-def test_300_leaves_of_300_numbers(number):
-    """They took minutes: for each number all other columns were sorted, and now of 16 columns."""
-    paths = ["".join(f"/{int(number(i, j))}" for j in range(300)) for i in range(300)]
-    assert calls_to_fold(paths) < 30_000
-
-
 def calls_to_fold(paths):
     return calls(lambda: fold(paths, np.zeros(len(paths), np.int32)))
 
@@ -173,25 +164,3 @@ def test_real_models_fold_without_loss(model):
     kinds = {}
     groups = [kinds.setdefault((p["shape"], p["dtype"]), len(kinds)) for p in map(dict, tree.values())]
     check_lossless(list(tree), [int(g) for g in groups])
-
-
-# Rows of a table that a person reads; each is what the model's own code says it has. DeepSeek-V3:
-# three layers with a dense MLP (3 arrays), 58 with experts (a router and its bias, 3 arrays of 256
-# experts, 3 of the shared one), 7 arrays of attention and 2 norms in both, and 3 outside of layers.
-# LLaMA and Mixtral: 4 arrays of attention, 3 of the MLP of which w1 and w3 are alike, 2 norms, 3
-# outside of layers; Mixtral a router, LLaMA's train state each twice again, a step and a count.
-@pytest.mark.parametrize(
-    ("model", "patterns"),
-    [
-        (corpus.DEEPSEEK, 3 + 3 + 2 + 3 + 3 + 7 + 2),
-        ("easylm-llama-3.1-405b", 4 + 2 + 2 + 3),
-        ("easylm-llama-3.1-405b-trainstate", 3 * 11 + 1 + 1),
-        ("mixtral-8x22b", 4 + 2 + 2 + 3 + 1),
-    ],
-)
-def test_few_patterns_for_real_models(model, patterns):
-    tree = corpus.manifest(model).nested(corpus.abstract)
-    plan = sr.plan(tree, [("", ())], {"tp": 2})
-    assert len(plan.folded) == patterns
-    assert sum(len(one.rows) for one in plan.folded) == len(plan)
-    assert all(re.fullmatch(r"[^{}]*(\{[0-9.,]+\}[^{}]*)*", one.pattern) for one in plan.folded)

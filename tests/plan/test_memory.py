@@ -35,12 +35,6 @@ def of_kind(found, kind):
     return [one for one in found if one.kind == kind]
 
 
-def test_kinds_of_leaves_have_that_of_their_rule():
-    plan = sr.plan(TREE, RULES, SIZES)
-    assert plan.kind("embed").memory_kind == "pinned_host"
-    assert {plan.kind(path).memory_kind for path in plan.paths if path != "embed"} == {None}
-
-
 def test_companions_are_in_the_memory_of_their_base():
     tree = {"wq": {"kernel": array(16, 8), "lora_a": array(16, 2)}}
     rules = [("wq/kernel", on_host(("fsdp", "tp")))]
@@ -177,13 +171,6 @@ class TestLocksAndDiffs:
 
 
 class TestShown:
-    def test_in_tables_and_explanations(self):
-        plan = sr.plan(TREE, RULES, SIZES)
-        assert "P('fsdp', 'tp') in pinned_host  2.05 kB" in str(plan)
-        assert "in pinned_host</td>" in plan._repr_html_()
-        told = str(plan.explain("embed"))
-        assert "on dp=2,fsdp=4,tp=2  P('fsdp', 'tp') in pinned_host, 256 B on each device" in told
-
     def test_in_reports(self):
         plan = sr.plan(TREE, RULES, SIZES)
         moments = {"optimizer": plan.for_optimizer([TREE, TREE], memory_kind="pinned_host")}
@@ -223,12 +210,6 @@ class TestCheck:
     def test_what_jit_has_is_not(self, kind):
         rules = [("w", on_host(("fsdp", "tp"), kind))]
         assert sr.plan({"w": self.LARGE}, rules, {"fsdp": 2, "tp": 2}).check() == ()
-
-    def test_what_is_replicated_in_the_host_s_memory_is_told_as_ever(self):
-        found = sr.plan({"w": self.LARGE}, [("w", on_host(()))], {"fsdp": 2}).check()
-        (one,) = of_kind(found, "replicated")
-        assert (one.level, one.bytes) == ("warning", 64 * MIB)
-        assert "-> P() in pinned_host" in one.message
 
 
 OF_TRAINING = {"params": {"w": array(16, 8)}, "opt_state": {"mu": {"w": array(16, 8)}}}

@@ -46,18 +46,6 @@ def test_the_text_says_of_how_many_leaves_it_is_the_first(plan):
     assert str(plan.explain("mlp/w")).splitlines()[1] == "  the first of 12 leaves"
 
 
-@pytest.mark.parametrize(
-    ("rules", "said"),
-    [
-        ([("up_prj/kernel", "tp"), ("kernel", None)], "1 other rule does not match"),
-        ([("bias", "tp")], "no rule matches, of 1"),
-    ],
-)
-def test_rules_that_do_not_match_are_counted(rules, said):
-    plan = sr.plan({"mlp": {"up_porj": {"kernel": LEAF}}}, rules, {"tp": 2})
-    assert any(line.endswith(said) for line in str(plan.explain("kernel")).splitlines())
-
-
 def test_what_is_ambiguous_is_an_error_with_the_candidates(plan):
     with pytest.raises(KeyError) as info:
         plan.explain("w")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
@@ -127,51 +127,6 @@ def test_uneven_shards_and_packed_elements(mesh, other, found):
     check(moved, expected)
     assert moved.mesh == (mesh, other)
     assert moved.shared == min(plan.devices, prod(other.values()))
-
-
-def boxes_of_jax(sharding, shape):
-    """{device: box}, from JAX."""
-    return {
-        device: [(s.start or 0, n if s.stop is None else s.stop) for s, n in zip(slices, shape)]  # noqa: B905
-        for device, slices in sharding.devices_indices_map(shape).items()
-    }
-
-
-def by_jax(plan, other):
-    """What is expected of plans on meshes of devices, leaf by leaf."""
-    expected = Expected(other.mesh.devices.ravel())
-    for (kind, changed), count in counted(plan, other):
-        maps = [
-            boxes_of_jax(NamedSharding(on, P(*entries_of(one.spec))), kind.shape)
-            for on, one in ((plan.mesh, kind), (other.mesh, changed))
-        ]
-        ordered = [
-            {device: found[device] for device in on.devices.ravel()}
-            for found, on in zip(maps, (plan.mesh, other.mesh), strict=True)
-        ]
-        expected.add(*ordered, bits_of(kind.dtype), count)
-    return expected
-
-
-@st.composite
-def device_meshes(draw):
-    """A mesh of some of the devices, in any order."""
-    count = draw(st.sampled_from([1, 2, 4, 6, 8]))
-    chosen = draw(st.permutations(jax.devices()))[:count]
-    first = draw(st.sampled_from([n for n in range(1, count + 1) if count % n == 0]))
-    return Mesh(np.array(chosen).reshape(first, 1, count // first), AXES)
-
-
-@given(device_meshes(), device_meshes(), st.lists(leaves(), min_size=1, max_size=3))
-def test_devices_of_jax_in_any_order(mesh, other, found):
-    # Sizes that every mesh divides, as JAX wants them.
-    tree = {f"leaf{i}": [array(*(24 * n for n in s), dtype=d)] * c
-            for i, (s, d, _, _, c) in enumerate(found)}  # fmt: skip
-    plan = sr.plan(tree, [(f"leaf{i}", one[2]) for i, one in enumerate(found)], mesh)
-    changed = sr.plan(tree, [(f"leaf{i}", one[3]) for i, one in enumerate(found)], other)
-    moved = plan.transfer(changed)
-    check(moved, by_jax(plan, changed))
-    assert moved.shared == len(set(mesh.devices.flat) & set(other.devices.flat))
 
 
 def test_disjoint_devices_receive_all():
@@ -298,10 +253,3 @@ def test_a_lock_and_dtypes_by_other_names():
     assert not locked.transfer(plan)
     assert not locked.transfer(plans(named))
     assert locked.transfer(plan.on_mesh({"a": 2})).total == 16 + 32
-
-
-def test_logical_rules():
-    names = {"w": ("embed", "mlp")}
-    rules = sr.LogicalRules([("embed", "a"), ("mlp", "b")])
-    plan = sr.plan({"w": array(8, 4)}, rules, {"a": 4, "b": 1}, names=names)
-    assert plan.transfer(plan.on_mesh({"a": 1, "b": 4})).total == 4 * 24

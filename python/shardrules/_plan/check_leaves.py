@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
 from math import prod
 from typing import Any, Final
@@ -30,7 +30,6 @@ from shardrules._plan.check_context import (
 from shardrules._plan.companions import Companion
 from shardrules._plan.findings import Finding, at_stake
 from shardrules._plan.fold import Folded, fold
-from shardrules._plan.kinds import Kind
 from shardrules._plan.leaves import first_rules
 from shardrules._plan.memory import DeviceBytes
 from shardrules._plan.path_words import HEAD_NORM, is_gathered
@@ -249,47 +248,31 @@ def cut_heads(context: CheckContext) -> Iterator[Finding]:
             f"head_dim={context.head_dim} is given, but no path names projections of attention",
             "leave head_dim out; RuleSpec(units=...) keeps heads whole whatever paths are",
         )
-    groups: dict[tuple[int | None, tuple[str, str]], list[Folded]] = defaultdict(list)
-    for part, dims in zip(folded, roles, strict=True):
-        kind = kinds[part.group]
-        if dims.head is None:
+    groups: dict[tuple[int | None, str, str], list[Folded]] = defaultdict(list)
+    for folded_leaves, dims in zip(folded, roles, strict=True):
+        kind, dim, head = kinds[folded_leaves.group], dims.head, dims.unit
+        if dim is None or kind.spec is None:
             continue
-        if words := _cut_and_fix(kind, dims.head, dims.unit, context.sizes):
-            groups[kind.rule, words].append(part)
-    for (rule, (cut, fix)), parts in groups.items():
-        who = "" if rule is None else f"{context.rule(rule)}: "
-        yield finding(
-            "half-head",
-            f"{who}{cut}; devices exchange parts of heads in each step",
-            fix,
-            parts,
-            rule=rule,
+        size = (kind.shape or ())[dim]
+        axes = entry_axes(next(iter(entries_of(kind.spec)[dim:]), None))
+        # A fraction where the dimension is cut unevenly.
+        cutting = [context.sizes.get(axis, 1) for axis in axes if not is_gathered(axis)]
+        part = size / prod(cutting)
+        if part == size or size % head or part % head == 0:
+            continue
+        heads, alone = size // head, axes[0] if len(axes) == 1 else ""
+        cut = (
+            f"dim {dim} of size {size}, {counted(heads, 'head')} of {head}, is cut into "
+            f"parts of {part:g}, {part / head:.3g} heads"
         )
-
-
-def _cut_and_fix(
-    kind: Kind, dim: int, head: int, axis_sizes: Mapping[str, int]
-) -> tuple[str, str] | None:
-    """Return how these leaves are cut inside a head, and what to do; None if they are not."""
-    if kind.spec is None:
-        return None
-    size = (kind.shape or ())[dim]
-    axes = entry_axes(entry) if (entry := next(iter(entries_of(kind.spec)[dim:]), None)) else ()
-    # A fraction where the dimension is cut unevenly.
-    cutting = [axis for axis in axes if not is_gathered(axis)]
-    part = size / prod([axis_sizes.get(axis, 1) for axis in cutting])
-    if part == size or size % head or part % head == 0:
-        return None
-    heads = size // head
-    cut = (
-        f"dim {dim} of size {size}, {counted(heads, 'head')} of {head}, is cut into parts of "
-        f"{part:g}, {part / head:.3g} heads"
-    )
-    fix = "cut by fewer devices, or keep heads whole with RuleSpec(..., units=...)"
-    alone = axes[0] if len(axes) == 1 else ""
-    if advice := few_heads_advice(heads, alone, axis_sizes.get(alone, 1)):
-        fix += f", and {advice}"
-    return cut, fix
+        fix = "cut by fewer devices, or keep heads whole with RuleSpec(..., units=...)"
+        if advice := few_heads_advice(heads, alone, context.sizes.get(alone, 1)):
+            fix += f", and {advice}"
+        groups[kind.rule, cut, fix].append(folded_leaves)
+    for (rule, cut, fix), leaves in groups.items():
+        who = "" if rule is None else f"{context.rule(rule)}: "
+        message = f"{who}{cut}; devices exchange parts of heads in each step"
+        yield finding("half-head", message, fix, leaves, rule=rule)
 
 
 _MOST_NAMES: Final = 8

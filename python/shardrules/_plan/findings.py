@@ -257,31 +257,21 @@ def github_commands(
     findings: Findings, file: str | None, lines: Sequence[int], title: str = "shardrules"
 ) -> str:
     """Return the text of `Findings.to_github`, with this title before the kind of each."""
-
-    def command(finding: Finding) -> str:
+    commands = []
+    for finding in findings:
         rule = finding.rule if lines else None
         if rule is not None and rule >= len(lines):
             raise ValueError(
                 f"lines: there are {len(lines)}, and a finding is about rule {rule}; give one for "
                 "each rule"
             )
-        texts = [finding.message, *finding.paths[:_MOST_PATHS], finding.fix]
-        line = None if rule is None else lines[rule]
-        return github_command(finding.level, f"{title} {finding.kind}", texts, file, line)
-
-    return "\n".join(map(command, findings))
-
-
-def github_command(
-    level: Level, title: str, lines: Iterable[str], file: str | None, line: int | None = None
-) -> str:
-    """Return the workflow command for one annotation, of several lines."""
-    properties = {"file": file, "line": str(line) if file and line else None, "title": title}
-    texts = ",".join(
-        f"{name}={_percent_escaped(text, ':,')}" for name, text in properties.items() if text
-    )
-    annotation = printable(f"{texts}::{_percent_escaped(printable_lines(lines))}")
-    return f"::{_GITHUB_COMMANDS[level]} {annotation}"
+        line = None if rule is None or not file else str(lines[rule])
+        properties = {"file": file, "line": line, "title": f"{title} {finding.kind}"}
+        named = [f"{name}={_percent_escaped(t, ':,')}" for name, t in properties.items() if t]
+        text = printable_lines([finding.message, *finding.paths[:_MOST_PATHS], finding.fix])
+        annotation = printable(f"{','.join(named)}::{_percent_escaped(text)}")
+        commands.append(f"::{_GITHUB_COMMANDS[finding.level]} {annotation}")
+    return "\n".join(commands)
 
 
 def _percent_escaped(text: str, reserved: str = "") -> str:

@@ -57,10 +57,9 @@ from shardrules._rules.rules import Rules
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from shardrules._plan.diff import PlanDiff
+    from shardrules._plan.compare import PlanDiff, Transfer
     from shardrules._plan.report import Explanation
     from shardrules._plan.sweep import Sweep
-    from shardrules._plan.transfer import Transfer
     from shardrules._program.topologies.topology import Topology
 
 _SECTIONS: Final = "what has a section: [plan.sweep(), proof.program, shardrules.suggest(model)]"
@@ -451,10 +450,10 @@ class Plan(Decider):
             ~ w  P('tp', None) -> P()  (+64 B on each device)
             1 leaf changed; 64 B -> 128 B on the fullest device
         """
-        from shardrules._plan import diff
+        from shardrules._plan.compare import plan_diff
 
         check_type("other", other, Plan, "a Plan; that of a lock is Plan.from_lock(path)")
-        return diff.plan_diff(self, other)
+        return plan_diff(self, other)
 
     def transfer(self, other: Plan) -> Transfer:
         """Count what moves from these shardings to those of another plan of the same leaves.
@@ -482,7 +481,7 @@ class Plan(Decider):
             >>> moved.received
             array([[48, 48]])
         """
-        from shardrules._plan.transfer import transfer
+        from shardrules._plan.compare import transfer
 
         check_type("other", other, Plan, "a Plan; that of a lock is Plan.from_lock(path)")
         return transfer(self, other)
@@ -556,7 +555,7 @@ class Plan(Decider):
             >>> sr.plan(tree, [("w", "tp")], {"tp": 2}).fingerprint()[:8]
             '3fe8a7a3'
         """
-        from shardrules._plan.diff import plan_fingerprint
+        from shardrules._plan.compare import plan_fingerprint
 
         return plan_fingerprint(self)
 

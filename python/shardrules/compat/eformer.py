@@ -181,8 +181,8 @@ def analyze_sharding_strategy(
     an AbstractMesh), "balance_score" (their mean divided by their maximum), and "partition_stats"
     (leaves, parameters and bytes by spec).
     """
-    from shardrules._plan.transfer import DevicesOfMesh
-    from shardrules._plan.transfer import elements as elements_of
+    from shardrules._plan.compare import DevicesOfMesh
+    from shardrules._plan.compare import elements as elements_of
 
     on_mesh = get_incontext_mesh() if mesh is None else mesh
     axis_sizes = dict(on_mesh.shape)
