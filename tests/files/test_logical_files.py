@@ -54,7 +54,7 @@ class TestRules:
             "kind": "logical",
             "dialect": "MaxText",
             "correction": {"indivisible": "drop"},
-            "rules": [["embed", ["fsdp", "expert"]], ["mlp", [["tp"]]], ["kv", None]],
+            "rules": [["embed", ["fsdp", "expert"]], ["mlp", ["tp"]], ["kv", None]],
         }
         read = sr.read_rules(written(tmp_path, "rules.json", json.dumps(table)))
         assert tuple(read.rules) == (RULES[0], ("mlp", ("tp",)), RULES[2])

@@ -115,14 +115,8 @@ class _TaggedSpec(FileTable):
     unreduced_kind: Annotated[str | None, Meta(description="a name")] = None
 
 
-class _Free(FileTable, forbid_unknown_fields=True):
-    """What stands for `PartitionSpec.UNCONSTRAINED`."""
-
-    unconstrained: bool
-
-
-_Entry = None | Axis | tuple[Axis, ...] | _Free
-_Name = None | str | tuple[str | None, ...] | _Free
+_Entry = None | Axis | tuple[Axis, ...]
+_Name = None | str | tuple[str | None, ...]
 _AnyRecord = TypeVar("_AnyRecord", bound=FileTable)
 _PLACE: Final = re.compile(r"`\$\.(\w+)")
 _MISSING: Final = re.compile(r"missing required field `(\w+)`")
@@ -145,7 +139,7 @@ def check_keys(where: str, table: Mapping[str, Any], keys: Iterable[str]) -> Non
     names = list(keys)
     for key in table:
         if key not in names:
-            near = nearest(key, names, SLIP) or nearest(key.replace("_", "-"), names, SLIP)
+            near = nearest(key, names, SLIP)
             hint = f"did you mean {near!r}?" if near else f"the keys are {', '.join(names)}"
             raise ValueError(f"{where}key {key!r} is unknown; {hint}")
 
@@ -179,10 +173,6 @@ def _description(hint: Any) -> str | None:
 
 def _field_names(kind: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(kind)]
-
-
-def _field_values(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in _field_names(value)}
 
 
 # Each thing is read by `read_...` and written by `..._data`.
@@ -244,7 +234,7 @@ def read_dialect(table: object, *, is_logical: bool) -> Any:
 
 
 def _dialect_data(dialect: Dialect | LogicalDialect) -> dict[str, Any]:
-    fields = _field_values(dialect) | {"correction": _field_values(dialect.correction)}
+    fields = dataclasses.asdict(dialect)
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -256,7 +246,9 @@ def read_correction(where: str, table: object, base: Correction = _DEFAULT) -> C
     if not isinstance(table, dict):
         raise TypeError(f"{where}it is {shown(table)}; write a table, as {{pad = false}}")
     check_keys(where, table, _field_names(LibraryCorrection))
-    fields = table if table.keys() >= {*_field_names(Correction)} else _field_values(base) | table
+    fields = (
+        table if table.keys() >= {*_field_names(Correction)} else dataclasses.asdict(base) | table
+    )
     kind = LibraryCorrection if "absent" in fields else Correction
     with naming_place(where):
         return kind(**fields)
@@ -299,7 +291,7 @@ def rule_data(pattern: Any, value: Any) -> dict[str, Any]:
         if extra := getattr(rule, name):
             data[name] = extra
     if rule.correction is not None:
-        data["correction"] = _field_values(rule.correction)
+        data["correction"] = dataclasses.asdict(rule.correction)
     return data
 
 
@@ -356,11 +348,9 @@ def _read_tagged(where: str, spec: dict[str, Any]) -> Any:
     return with_tags(read_spec(where, table.entries), tags)
 
 
-_AXES_EXPECTED: Final = "an axis, a list of axes, or [] for a dimension that is not sharded"
-
-
 def _read_entry(what: str, entry: object) -> Any:
-    return _free_or(what, entry, _Entry, _AXES_EXPECTED) or None
+    expected = "an axis, a list of axes, or [] for a dimension that is not sharded"
+    return _free_or(what, entry, _Entry, expected) or None
 
 
 def _entry_data(entry: Any) -> Any:
@@ -369,33 +359,26 @@ def _entry_data(entry: Any) -> Any:
 
 
 _FREE: Final = {"unconstrained": True}
+"""What stands for `PartitionSpec.UNCONSTRAINED`."""
 
 
 def _free_or(what: str, data: object, kind: Any, expected: str) -> Any:
     """Return a value of this type, or P.UNCONSTRAINED."""
+    if data == _FREE:
+        from jax.sharding import PartitionSpec
+
+        return PartitionSpec.UNCONSTRAINED
     try:
-        value = msgspec.convert(data, kind)
-        if value != _Free(unconstrained=False):
-            return _unconstrained() if isinstance(value, _Free) else value
+        return msgspec.convert(data, kind)
     except msgspec.ValidationError:
-        pass
-    raise TypeError(f"{what} is {shown(data)}; write {expected}")
-
-
-def _unconstrained() -> Any:
-    from jax.sharding import PartitionSpec
-
-    return PartitionSpec.UNCONSTRAINED
+        raise TypeError(f"{what} is {shown(data)}; write {expected}") from None
 
 
 def _read_name_rule(where: str, rule: object) -> tuple[Any, Any]:
     if isinstance(rule, list) and len(rule) == 2:
         rule = {"name": rule[0], "axes": rule[1]}
     table = record_of(where, rule, _NameRule, '["embed", ["fsdp"]], or a table of name and axes')
-    axes = table.axes
-    if isinstance(axes, list) and len(axes) == 1 and isinstance(axes[0], list):
-        axes = axes[0]  # the one entry of a spec, as for paths
-    return read_name(f"{where}the name", table.name), _read_entry(f"{where}axes", axes)
+    return read_name(f"{where}the name", table.name), _read_entry(f"{where}axes", table.axes)
 
 
 def _name_rule_data(name: Any, axes: Any) -> dict[str, Any]:
