@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -49,16 +48,6 @@ def test_safetensors(save, tmp_path):
     assert read_arrays(str(tmp_path / "none.safetensors")).leaves == {}
 
 
-def test_safetensors_of_packed_types(write):
-    header = {"x": {"dtype": "F4", "shape": [4, 3], "data_offsets": [0, 6]}}
-    path = write("f4.safetensors", header_file(header, bytes(6)))
-    pytest.importorskip("safetensors").deserialize(Path(path).read_bytes())
-    assert read_arrays(path).leaves == {"x": ArraySpec((4, 3), "float4_e2m1fn")}
-    header = {"x": {"dtype": "F4", "shape": [3], "data_offsets": [0, 1]}}
-    path = write("f4.safetensors", header_file(header, bytes(1)))
-    assert "1 bytes, but float4_e2m1fn[3] takes 1.5" in message(read_arrays, path)
-
-
 def test_an_index_and_a_directory(save, tmp_path):
     parts = {f"model-{i}.safetensors": arrays_of(f"layers.{i}") for i in range(2)}
     for name, arrays in parts.items():
@@ -77,14 +66,8 @@ def test_an_index_and_a_directory(save, tmp_path):
     assert list(read.leaves) == order
     assert read_arrays(str(tmp_path)) == read._replace(name=tmp_path.name)
 
-    for weights, expected in (
-        ({"z": "model-0.safetensors"}, "array 'z': file 'model-0.safetensors' should have it"),
-        ({"z": "model-9.safetensors"}, "file 'model-9.safetensors' is missing beside"),
-        ({"z": "../model-0.safetensors"}, "needs the name of a file beside it"),
-        ({"z": 3}, "key 'weight_map': it is {'z': 3}"),
-        (["z"], "key 'weight_map': it is ['z']"),
-    ):
-        index.write_text(json.dumps({"weight_map": weights}))
+    for name, expected in (("model-0", "file 'model-0.safetensors' should have it"), ("model-9", "is missing beside")):
+        index.write_text(json.dumps({"weight_map": {"z": f"{name}.safetensors"}}))
         assert expected in message(read_arrays, index)
     (tmp_path / "other.safetensors.index.json").write_text("{}")
     assert "has 2 indexes" in message(read_arrays, tmp_path)
@@ -126,21 +109,16 @@ BAD_HEADERS = {
     "offsets": (header_file({"x": entry(0, "8")}), r"Expected `int`, got `str` - at `\$.data_offsets\[1\]`"),
     "no list": (header_file({"x": {**entry(0, 8), "data_offsets": 3}}), r"Expected `array`, got `int` - at `\$.data_offsets`"),
     "three": (header_file({"x": {**entry(0, 8), "data_offsets": [0, 4, 8]}}), "Expected `array` of length 2, got 3"),
-    "size": (
-        header_file({"x": entry(0, 8), "y": entry(8, 12)}, bytes(12)),
-        r"array 'y': data_offsets \[8, 12\] are 4 bytes, but float32\[2\] takes 8; write",
-    ),
-    "cut": (
-        header_file({"x": entry(0, 8), "y": entry(8, 16)}, bytes(15)),
-        r"array 'y': data_offsets \[8, 16\] lie outside the file's 15 bytes of data",
-    ),
+    "size": (header_file({"x": entry(0, 8), "y": entry(8, 12)}, bytes(12)), r"'y': .* are 4 bytes, but float32\[2\] takes 8; write"),
+    "half a byte": (header_file({"x": entry(0, 1, [3], "F4")}, bytes(1)), r"1 bytes, but float4_e2m1fn\[3\] takes 1.5"),
+    "cut": (header_file({"x": entry(0, 8), "y": entry(8, 16)}, bytes(15)), r"'y': .*\[8, 16\] lie outside the file's 15 bytes of data"),
+    "name of half a pair": (header_file(rb'{"\ud800": 3}'), "array .* Expected `object`"),
+    "field of half a pair": (header_file(rb'{"x": {"\ud800": 3}}'), "array 'x'"),
     "below": (header_file({"x": entry(-8, 0)}, b""), r"\[-8, 0\] lie outside"),
     "gap": (header_file({"x": entry(0, 8), "y": entry(12, 20)}, bytes(20)), "leave bytes out or"),
     "overlap": (header_file({"x": entry(0, 8), "y": entry(4, 12)}, bytes(12)), "or overlap"),
     "more": (header_file({"x": entry(0, 8)}, bytes(9)), "leave bytes out or overlap"),
-    "empty one inside": (
-        header_file({"x": entry(0, 8), "y": entry(4, 4, [0])}, bytes(8)), "leave bytes out or overlap",
-    ),
+    "empty one inside": (header_file({"x": entry(0, 8), "y": entry(4, 4, [0])}, bytes(8)), "leave bytes out or overlap"),
     "dtype of numpy": (with_entry(dtype="float32"), "'float32' is not written as safetensors does"),
     "dtype in small letters": (with_entry(dtype="f32"), "array 'x': unknown dtype 'f32'"),
     "true": (with_entry(shape=[True, 2]), r"array 'x': Expected `int`, got `bool` - at `\$.shape\[0\]`"),
@@ -170,30 +148,27 @@ STRICTER = {
     "metadata twice": (
         header_file(b'{"__metadata__": {"a": "1", "a": "2"}}'), "key 'a' is there twice",
     ),
-    "field": (with_entry(more=1), "array 'x': Object contains unknown field `more`"),
-    "list": (header_file({"x": ["F32", [2], [0, 8]]}, bytes(8)), "array 'x': Expected `object`, got `array`"),
+    "unknown field": (with_entry(more=1), "array 'x': Object contains unknown field `more`"),
+    "array as a list": (header_file({"x": ["F32", [2], [0, 8]]}, bytes(8)), "array 'x': Expected `object`, got `array`"),
     "dtype as an object": (with_entry(dtype={"F32": None}), "Expected `str`, got `object`"),
     "dimension of 64 bits": (header_file({"x": entry(0, 0, [0, 2**63])}), "more than 2"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD_HEADERS)
-def test_a_bad_header(write, case):
-    data, expected = BAD_HEADERS[case]
-    assert re.search(expected, message(read_arrays, write("m.safetensors", data)))
+@pytest.mark.parametrize("case", [*BAD_HEADERS, *STRICTER])
+def test_a_header_that_is_refused(write, case):
     safetensors = pytest.importorskip("safetensors")
+    data, expected = (BAD_HEADERS | STRICTER)[case]
+    assert re.search(expected, message(read_arrays, write("m.safetensors", data)))
+    if case in STRICTER:
+        safetensors.deserialize(data)
+        return
     with pytest.raises(safetensors.SafetensorError):
         safetensors.deserialize(data)
 
 
-@pytest.mark.parametrize("case", STRICTER)
-def test_a_header_that_the_library_takes_and_we_do_not(write, case):
-    data, expected = STRICTER[case]
-    assert re.search(expected, message(read_arrays, write("m.safetensors", data)))
-    pytest.importorskip("safetensors").deserialize(data)
-
-
 SOUND_HEADERS = {
+    "packed": header_file({"x": entry(0, 6, [4, 3], "F4")}, bytes(6)),
     "white space": header_file(b"\n " + json.dumps({"x": entry(0, 8)}).encode() + b" \t\r\n", bytes(8)),
     "no metadata": metadata(None),
     "empty metadata": metadata({}),

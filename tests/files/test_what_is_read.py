@@ -159,7 +159,7 @@ def test_another_format_is_refused(tmp_path, read, file):
         (["m-00000-of-00002", "m-00001-of-00002"], ["w0", "w1"]),  # from zero on
         (["adapter_model"], ["w0"]),
     ],
-)  # fmt: skip
+)
 def test_the_files_of_a_directory_are_one_model(save, files, names):
     directory = save(*files)
     (directory / "pytorch_model.bin").write_bytes(b"")
@@ -171,15 +171,14 @@ def test_the_files_of_a_directory_are_one_model(save, files, names):
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        (["m-00001-of-00003", "m-00003-of-00003"], r"in -of-00003, and 2 are here; missing: m-00002-of-00003\.safetensors; "),
-        (["m-00001-of-00012"], r"m-00004-of-00012.*, \.\.\. and 8 more files; "),
+        (["m-00001-of-00003", "m-00003-of-00003"], "in -of-00003, and 2 are here; missing: m-00002-of-00003.safetensors; "),
+        (["m-00001-of-00012"], "m-00004-of-00012.safetensors, ... and 8 more files; "),
         (["model", "adapter_model"], "adapter_model.safetensors is beside model.safetensors"),
         (["model", "consolidated"], "consolidated.safetensors is beside model.safetensors"),
     ],
 )  # fmt: skip
 def test_a_directory_that_is_no_whole_model(save, read, files, expected):
-    with pytest.raises(sr.FileError, match=expected):
-        read(save(*files))
+    assert expected in message(read, save(*files))
 
 
 def test_an_index_that_lacks_a_file(save):
