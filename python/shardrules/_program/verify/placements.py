@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -50,7 +49,7 @@ _SMALL: Final = 2**16
 """Bytes below which constants of a function need no word."""
 _RETURNED: Final = 0.01
 """Share of the states' bytes, above which other results are told."""
-_Texts = tuple[str | None, str | None]
+_Texts = tuple[Any, Any]
 
 
 def _placed_by(library: Library, what: str) -> str:
@@ -67,31 +66,18 @@ def _placed_by(library: Library, what: str) -> str:
     return f"{inside}, as by jax.lax.with_sharding_constraint(arrays, plan.shardings())"
 
 
-class _Pairs:
-    """Pairs of objects, most of which are the same few; None is equal to anything."""
-
-    def __init__(self, firsts: Sequence[Any], seconds: Sequence[Any]) -> None:
-        self._firsts, self._seconds = firsts, seconds
-        # By address: `id` is slow once anybody, such as filelock, listens to audit events.
-        count = len(firsts) if firsts.count(None) < len(firsts) else 0
-        arrays = [np.fromiter(side, object, len(side))[:count] for side in (firsts, seconds)]
-        addresses = [np.frombuffer(array.tobytes(), np.uintp) for array in arrays]
-        self._order = np.lexsort(addresses)
-        changes = sum(np.diff(numbers[self._order]) != 0 for numbers in addresses)
-        self._bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), count] if count else []
-
-    def differences(
-        self, are_equal: Callable[[Any, Any, int], bool], texts: Callable[[int], _Texts]
-    ) -> list[tuple[_Texts, list[int]]]:
-        """List the positions of pairs that differ, those with the same texts together."""
-        merged: dict[_Texts, list[int]] = defaultdict(list)
-        begins = self._order[self._bounds[:-1]].tolist()
-        for i, (begin, end) in zip(begins, pairwise(self._bounds), strict=True):
-            first, second = self._firsts[i], self._seconds[i]
-            if first is not None and second is not None and not are_equal(first, second, i):
-                merged[texts(i)] += self._order[begin:end].tolist()
-        rows = [(pair, sorted(group)) for pair, group in merged.items()]
-        return sorted(rows, key=lambda row: row[1][0])
+def _pairs(firsts: Sequence[Any], seconds: Sequence[Any]) -> Iterator[tuple[Any, Any, list[int]]]:
+    """Yield pairs of objects without None, most of which are the same few, and where they are."""
+    # By address: `id` is slow once anybody, such as filelock, listens to audit events.
+    sides = (np.fromiter(side, object, len(side)).tobytes() for side in (firsts, seconds))
+    addresses = [np.frombuffer(side, np.uintp) for side in sides]
+    order = np.lexsort(addresses)
+    changes = sum(np.diff(numbers[order]) != 0 for numbers in addresses)
+    groups = np.split(order, np.flatnonzero(changes) + 1) if firsts else []
+    for rows in sorted(groups, key=lambda rows: int(rows[0])):
+        first, second = firsts[rows[0]], seconds[rows[0]]
+        if first is not None and second is not None:
+            yield first, second, rows.tolist()
 
 
 def is_same(first: Any, second: Any, rank: int) -> bool:
@@ -117,21 +103,23 @@ def placements(
     side: Side, targets: Sequence[PlannedSharding | None], library: Library
 ) -> Iterator[Finding]:
     """Yield findings about leaves that are not sharded or kept in memory as planned."""
+    if not any(targets):
+        return
+    unlike: dict[_Texts, list[int]] = defaultdict(list)
+    elsewhere: dict[_Texts, list[int]] = defaultdict(list)
+    for target, sharding, leaves in _pairs(targets, side.shardings):
+        planned, shape = target.sharding, side.shapes[leaves[0]]
+        if planned != sharding:
+            _check_fits(planned, side.paths[leaves[0]], shape)
+            if not is_same(planned, sharding, len(shape)):
+                unlike[sharding_shown(planned), sharding_shown(sharding)] += leaves
+        memory = memory_apart(sharding) or "device"
+        if target.memory_kind not in (None, memory):
+            elsewhere[target.memory_kind, sharding.memory_kind] += leaves
     kind, verb, cost = _SIDE_WORDS[side.name]
     fix = _placed_by(library, "inputs" if side.name == "inputs" else "the result")
-    pairs = _Pairs(targets, side.shardings)
-
-    def are_alike(target: PlannedSharding, sharding: Any, leaf: int) -> bool:
-        if target.sharding == sharding:
-            return True
-        _check_fits(target, side, leaf)
-        return is_same(target.sharding, sharding, len(side.shapes[leaf]))
-
-    def specs(leaf: int) -> _Texts:
-        return sharding_shown(_planned(targets, leaf)), sharding_shown(side.shardings[leaf])
-
-    for (planned, actual), leaves in pairs.differences(are_alike, specs):
-        planned_size = sum(side.bytes_of(leaf, _planned(targets, leaf)) for leaf in leaves)
+    for (planned, actual), leaves in unlike.items():
+        planned_size = sum(side.bytes_of(i, t.sharding) for i in leaves if (t := targets[i]))
         size = sum(map(side.bytes_of, leaves))
         order = ", on the devices in another order," if planned == actual else ""
         instead = "" if size == planned_size else f" instead of {bytes_shown(planned_size)}"
@@ -139,43 +127,26 @@ def placements(
             f"{counted(len(leaves), 'leaf')} planned {planned}, but the executable {verb} "
             f"{actual}{order} with {bytes_shown(size)} on each device{instead}: {cost}"
         )
-        yield side.finding("error", kind, message, fix, leaves, bytes=size)
-
-    def is_in_memory(target: PlannedSharding, sharding: Any, _: int) -> bool:
-        if target.memory_kind is None:
-            return True
-        memory = memory_apart(sharding)
-        return memory is None if target.memory_kind == "device" else memory == target.memory_kind
-
-    def memories(leaf: int) -> _Texts:
-        target = targets[leaf]
-        return target and target.memory_kind, side.shardings[leaf].memory_kind
-
+        yield side.finding("error", kind, message, fix, sorted(leaves), bytes=size)
     fix += "; specs alone say nothing about memory"
-    for (planned, actual), leaves in pairs.differences(is_in_memory, memories):
+    for (planned, actual), leaves in elsewhere.items():
         size = sum(map(side.bytes_of, leaves))
         message = (
             f"{counted(len(leaves), 'leaf')} planned in {planned} memory, but the executable "
             f"{verb} them in {actual} memory: {bytes_shown(size)} on each device"
         )
-        yield side.finding("error", "memory-kind", message, fix, leaves, bytes=size)
+        yield side.finding("error", "memory-kind", message, fix, sorted(leaves), bytes=size)
 
 
-def _planned(targets: Sequence[PlannedSharding | None], leaf: int) -> Any:
-    target = targets[leaf]
-    return target and target.sharding
-
-
-def _check_fits(target: PlannedSharding, side: Side, leaf: int) -> None:
-    shape = side.shapes[leaf]
-    if len(getattr(target.sharding, "spec", ())) <= len(shape):
+def _check_fits(planned: Any, path: str, shape: tuple[int, ...]) -> None:
+    if len(getattr(planned, "spec", ())) <= len(shape):
         with suppress(ValueError):
-            target.sharding.shard_shape(shape)
+            planned.shard_shape(shape)
             return
     raise ValueError(
         printable(
-            f"{side.paths[leaf]}: {sharding_shown(target.sharding)} is planned for the shape "
-            f"{shape}, and cannot cut it; give the specs of Plan.specs, which fit"
+            f"{path}: {sharding_shown(planned)} is planned for the shape {shape}, and cannot cut "
+            "it; give the specs of Plan.specs, which fit"
         )
     )
 
@@ -192,10 +163,10 @@ def without_sharding(
     """
     side = executable.inputs
     pairs = zip(side.subtrees, unplaced, strict=False)
-    of_same_length = [(leaves, flags) for (_, leaves), flags in pairs if len(leaves) == len(flags)]
     lost = [
         leaf
-        for leaves, flags in of_same_length
+        for (_, leaves), flags in pairs
+        if len(leaves) == len(flags)
         for leaf, is_lost in zip(leaves, flags, strict=True)
         if is_lost and side.shapes[leaf] and targets[leaf] is None and _is_whole(side, leaf)
     ]
@@ -219,20 +190,14 @@ def without_sharding(
 
 def _is_whole(side: Side, leaf: int) -> bool:
     sharding = side.shardings[leaf]
-    return (
-        sharding is not None
-        and getattr(sharding, "mesh", None) is not None
-        and sharding.num_devices > 1
-        and sharding.is_fully_replicated
-    )
+    is_on_mesh = getattr(sharding, "mesh", None) is not None
+    return is_on_mesh and sharding.num_devices > 1 and sharding.is_fully_replicated
 
 
 def dropped(
     side: Side, targets: Sequence[PlannedSharding | None], kept: Sequence[int]
 ) -> Iterator[Finding]:
     """Yield a finding about planned leaves that the executable does not have."""
-    if len(kept) == len(targets):
-        return
     lacking = sorted(set(range(len(targets))).difference(kept))
     # optax's adafactor has arrays of shape (1,) for the moments that a parameter does not need.
     if leaves := [leaf for leaf in lacking if targets[leaf] and side.shapes[leaf] != (1,)]:
@@ -264,15 +229,12 @@ def large_results(
     side: Side, targets: Sequence[PlannedSharding | None], carried: Sequence[State], large: int
 ) -> Iterator[Finding]:
     """Yield a finding about large results of a step that are neither its state nor planned."""
-    if None not in targets:
-        return
     states = {leaf for state in carried for leaf in state.outputs}
     rest = [i for i, target in enumerate(targets) if target is None and i not in states]
     if not states or not rest:
         return
     least = max(large, _RETURNED * sum(map(side.bytes_of, states)))
-    leaves = [leaf for leaf in rest if side.bytes_of(leaf) >= least]
-    if leaves:
+    if leaves := [leaf for leaf in rest if side.bytes_of(leaf) >= least]:
         size = sum(map(side.bytes_of, leaves))
         message = (
             f"{counted(len(leaves), 'leaf')} of the result, {bytes_shown(size)} on each device, "
@@ -284,60 +246,35 @@ def large_results(
 
 def changed(executable: Executable, carried: Sequence[State]) -> Iterator[Finding]:
     """Yield findings about states that come out with another sharding, memory or dtype."""
-    side = executable.inputs
+    side, outputs = executable.inputs, executable.outputs
     placing = _placed_by(executable.call.library, "the arrays of the new state")
     casting = "cast the new state to the dtypes of the old one"
     for state in carried:
+        moved: dict[_Texts, list[int]] = defaultdict(list)
+        cast: dict[_Texts, list[int]] = defaultdict(list)
+        before, after = at(side.shardings, state.inputs), at(outputs.shardings, state.outputs)
+        for old, new, rows in _pairs(before, after) if before != after else ():
+            rank = len(side.shapes[state.inputs[rows[0]]])
+            if not is_same(old, new, rank) or old.memory_kind != new.memory_kind:
+                moved[_with_memory(old), _with_memory(new)] += [state.inputs[i] for i in rows]
+        before, after = at(side.dtypes, state.inputs), at(outputs.dtypes, state.outputs)
+        for leaf, old, new in zip(state.inputs, before, after, strict=True):
+            if old != new:
+                cast[old, new].append(leaf)
         name, when = _STATE_WORDS[state.evidence]
         of_sharding: Level = "warning" if state.evidence == "alike" else "error"
-        differences: list[tuple[Level, str, Any]] = []
-        for row in _other_shardings(executable, state):
-            differences.append((of_sharding, placing, row))
-        for row in _other_dtypes(executable, state):
-            differences.append(("error", casting, row))
-        for level, fix, ((old, new), rows) in differences:
-            leaves = [state.inputs[i] for i in rows]
-            size = sum(map(side.bytes_of, leaves))
-            moved = f", or moves them back, {bytes_shown(size)} to each device"
-            message = (
-                f"{counted(len(rows), 'leaf')} of {name}: in as {old}, out as {new}: {when} "
-                f"compiles again{moved if fix == placing else ''}"
-            )
-            yield side.finding(level, "fixed-point", message, fix, leaves, bytes=size)
-
-
-_Differences = list[tuple[_Texts, list[int]]]
-
-
-def _other_shardings(executable: Executable, state: State) -> _Differences:
-    """List the arrays of a state that come out in another sharding or memory than they go in."""
-    inputs = executable.inputs
-    before = at(inputs.shardings, state.inputs)
-    after = at(executable.outputs.shardings, state.outputs)
-    if before == after:  # the same objects, as a rule
-        return []
-
-    def are_alike(first: Any, second: Any, row: int) -> bool:
-        rank = len(inputs.shapes[state.inputs[row]])
-        is_alike = first == second or is_same(first, second, rank)
-        return is_alike and first.memory_kind == second.memory_kind
-
-    def texts(row: int) -> _Texts:
-        return _with_memory(before[row]), _with_memory(after[row])
-
-    return _Pairs(before, after).differences(are_alike, texts)
-
-
-def _other_dtypes(executable: Executable, state: State) -> _Differences:
-    """List the arrays of a state that come out in another dtype than they go in."""
-    before = at(executable.inputs.dtypes, state.inputs)
-    after = at(executable.outputs.dtypes, state.outputs)
-    if before == after:
-        return []
-    return _Pairs(before, after).differences(
-        lambda first, second, _: bool(first == second),
-        lambda row: (str(before[row]), str(after[row])),
-    )
+        by_fix: dict[str, tuple[Level, dict[_Texts, list[int]], str]] = {
+            placing: (of_sharding, moved, ", or moves them back, {} to each device"),
+            casting: ("error", cast, ""),
+        }
+        for fix, (level, leaves_of, cost) in by_fix.items():
+            for (old, new), leaves in leaves_of.items():
+                size = sum(map(side.bytes_of, leaves))
+                message = (
+                    f"{counted(len(leaves), 'leaf')} of {name}: in as {old}, out as {new}: {when} "
+                    f"compiles again{cost.format(bytes_shown(size))}"
+                )
+                yield side.finding(level, "fixed-point", message, fix, sorted(leaves), bytes=size)
 
 
 def _with_memory(sharding: Any) -> str:
@@ -355,26 +292,27 @@ def undonated(executable: Executable, carried: Sequence[State]) -> Iterator[Find
     aliased = set(hlo.aliases.values())
     lost = [leaf for leaf in donated if executable.parameter_of[leaf] not in aliased]
     of_states = {leaf for state in carried for leaf in state.inputs}
-    if leaves := [leaf for leaf in lost if leaf in of_states]:
-        size = sum(map(side.bytes_of, leaves))
-        message = (
-            f"{counted(len(leaves), 'leaf')} donated, but no output takes their memory: the old "
-            f"and the new ones take {bytes_shown(size)} each on each device"
-        )
-        fix = (
+    rest = [leaf for leaf in lost if leaf not in of_states]
+    if executable.call.library == "equinox":
+        rest = []  # it donates all arguments, the batch as well, or all but the first
+    rows: tuple[tuple[Level, list[int], str, str], ...] = (
+        (
+            "error",
+            [leaf for leaf in lost if leaf in of_states],
+            "the old and the new ones take {} each on each device",
             "let each come out with the shape, dtype and sharding with which it goes in; one that "
-            "does not may leave another without a place"
-        )
-        yield side.finding("error", "donation", message, fix, leaves, bytes=size)
-    leaves = [leaf for leaf in lost if leaf not in of_states]
-    # equinox donates all arguments, the batch as well, or all but the first.
-    if leaves and executable.call.library != "equinox":
-        size = sum(map(side.bytes_of, leaves))
-        message = (
-            f"{counted(len(leaves), 'leaf')} donated, but no output takes their memory: "
-            f"{bytes_shown(size)} on each device; none is like them"
-        )
-        yield side.finding("warning", "donation", message, "do not donate them", leaves, bytes=size)
+            "does not may leave another without a place",
+        ),
+        ("warning", rest, "{} on each device; none is like them", "do not donate them"),
+    )
+    for level, leaves, cost, fix in rows:
+        if leaves:
+            size = sum(map(side.bytes_of, leaves))
+            message = (
+                f"{counted(len(leaves), 'leaf')} donated, but no output takes their memory: "
+                f"{cost.format(bytes_shown(size))}"
+            )
+            yield side.finding(level, "donation", message, fix, leaves, bytes=size)
 
 
 def not_donated(executable: Executable, carried: Sequence[State], large: int) -> Iterator[Finding]:
@@ -424,43 +362,37 @@ def _kept_twice(executable: Executable, state: State, least: int) -> list[int]:
     ]
     if sum(side.bytes_of(before) for before, _ in pairs) < least:
         return []
-    if state.evidence == "updated":
-        return [before for before, _ in pairs]
     # What is only like an argument, such as its gradient, is not made from it.
     values, number_of = executable.values, executable.parameter_of
     return [
         before
         for before, after in pairs
-        if values.parameters[number_of[before]]
+        if state.evidence == "updated"
+        or values.parameters[number_of[before]]
         in executable.facts.sources(executable.results[after])
     ]
 
 
 def _donation(executable: Executable, leaves: Sequence[int]) -> str:
     """Write how leaves are donated."""
-    library, side = executable.call.library, executable.inputs
+    library, side, changes = executable.call.library, executable.inputs, set(leaves)
     if library == "equinox":
         return (
             'give filter_jit donate="all", or donate="all-except-first" with all that is used '
             "again in the first argument"
         )
-    changes = set(leaves)
     places = [i for i, (_, part) in enumerate(side.subtrees) if not changes.isdisjoint(part)]
-    fix = f"give {library}.jit {_jit_options(side, places)}, if the old ones are not used again"
+    count = len(side.subtrees) - len(side.keywords)
+    options: dict[str, list[Any]] = {
+        "donate_argnums": [i for i in places if i < count],
+        "donate_argnames": [side.keywords[i - count] for i in places if i >= count],
+    }
+    words = " and ".join(
+        f"{name}={tuple(donated) if len(donated) > 1 else donated[0]!r}"
+        for name, donated in options.items()
+        if donated
+    )
+    fix = f"give {library}.jit {words}, if the old ones are not used again"
     if library == "nnx":
         fix += "; a function that only reads the module needs graph_updates=False instead"
     return fix
-
-
-def _jit_options(side: Side, places: Sequence[int]) -> str:
-    """Write the arguments of jit that donate those in these places."""
-    count = len(side.subtrees) - len(side.keywords)
-    arguments: list[tuple[str, list[Any]]] = [
-        ("donate_argnums", [i for i in places if i < count]),
-        ("donate_argnames", [side.keywords[i - count] for i in places if i >= count]),
-    ]
-    return " and ".join(
-        f"{name}={tuple(values) if len(values) > 1 else values[0]!r}"
-        for name, values in arguments
-        if values
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from shardrules._base.arguments import byte_size, check_type, memory_bytes
 from shardrules._base.mistakes import in_order
@@ -14,9 +14,9 @@ from shardrules._plan.findings import Finding, Findings
 from shardrules._plan.kinds import DEFAULT_LARGE
 from shardrules._program.executable import Executable, states
 from shardrules._program.hlo import hlo_errors
-from shardrules._program.inputs import PlannedSharding, other_kinds, planned_targets
+from shardrules._program.inputs import other_kinds, planned_targets
 from shardrules._program.libraries import call_of
-from shardrules._program.lock import KINDS, budget_finding, most_sent
+from shardrules._program.lock import KINDS, most_sent
 from shardrules._program.program import Program, batches
 from shardrules._program.verify.placements import (
     changed,
@@ -150,11 +150,18 @@ def findings_and_program(
             *computed_alike(program, in_targets, same_work),
             *kept_activations(program, large),
             *over_budget(program, limits),
-            *_peak_findings(program, hbm),
         ]
-    scope = _scope(in_targets, out_targets, hbm, is_compared=outputs is not None)
+        if hbm is not None:
+            findings += _over_peak(program, "peak", hbm)
+    scope = [
+        f"{len(targets) - targets.count(None):,} of {counted(len(targets), side)} planned"
+        for side, targets in (("input", in_targets), ("output", out_targets))
+    ]
+    if outputs is None and not any(out_targets):
+        scope[1] = "no output compared, as outputs= is not given"
+    room = "not compared, as hbm= is not given" if hbm is None else f"within {bytes_shown(hbm)}"
     kept = f"; {counted(len(limits), 'budget')} kept" if limits else ""
-    return Findings(findings, scope + kept), program
+    return Findings(findings, f"{', '.join(scope)}; peak memory {room}{kept}"), program
 
 
 def _for_other_devices(executable: Executable, planned: Any) -> Iterator[Finding]:
@@ -170,53 +177,9 @@ def _for_other_devices(executable: Executable, planned: Any) -> Iterator[Finding
         yield Finding("info", "input", message, fix)
 
 
-def _peak_findings(program: Program, hbm: int | None) -> Iterator[Finding]:
-    """Yield a finding if a device needs more bytes than it has."""
-    if hbm is None:
-        return
-    totals = program.totals
-    if totals is None:
-        message = (
-            "this backend does not tell the memory that executables need: whether it fits is not "
-            "known"
-        )
-        fix = "verify the same function on another backend"
-        yield Finding("warning", "peak", message, fix)
-        return
-    if totals.peak > hbm:
-        message = (
-            f"{bytes_shown(totals.peak)} on each device ({totals}), which has {bytes_shown(hbm)}"
-        )
-        fix = (
-            "cut more of the arguments or activations, rematerialize, donate the state, or take a "
-            "smaller batch"
-        )
-        yield Finding("error", "peak", message, fix, bytes=totals.peak - hbm)
-
-
-def _scope(
-    inputs: list[PlannedSharding | None],
-    outputs: list[PlannedSharding | None],
-    hbm: int | None,
-    *,
-    is_compared: bool,
-) -> str:
-    """Say in words what is compared."""
-    texts = [
-        f"{len(targets) - targets.count(None):,} of {counted(len(targets), side)} planned"
-        for side, targets in (("input", inputs), ("output", outputs))
-    ]
-    if not is_compared and outputs.count(None) == len(outputs):
-        texts[1] = "no output compared, as outputs= is not given"
-    room = "not compared, as hbm= is not given" if hbm is None else f"within {bytes_shown(hbm)}"
-    return f"{', '.join(texts)}; peak memory {room}"
-
-
 # Budgets.
 
 _WORDS: Final = ("total", "peak")
-_FIX: Final = "send or keep less there; or, if it is meant, raise the budget"
-_ELSEWHERE: Final = "verify the same function on another backend, or leave out this budget"
 
 
 class Limit(NamedTuple):
@@ -230,12 +193,7 @@ class Limit(NamedTuple):
 
 
 def limits_of(budget: Any, mesh: AnyMesh | None) -> list[Limit]:
-    """Parse a budget.
-
-    Args:
-        budget: Bytes by "total", "peak", mesh axes ("data,fsdp"), a kind of collective, or both
-            ("fsdp all-gather").
-        mesh: Mesh of the program.
+    """Parse a budget for a program on a mesh.
 
     Raises:
         TypeError: It is no mapping of texts to bytes.
@@ -269,27 +227,45 @@ def _limit(key: Any, value: Any, axes: Sequence[str]) -> Limit:
 def over_budget(program: Program, limits: Sequence[Limit]) -> Iterator[Finding]:
     """Yield findings about what is over the budget, and about what is not known."""
     for limit in limits:
-        yield from _of_peak(program, limit) if limit.key == "peak" else _of_sent(program, limit)
+        if limit.key == "peak":
+            yield from _over_peak(program, "budget", limit.bytes)
+        else:
+            yield from _over_sent(program, limit)
 
 
-def _of_peak(program: Program, limit: Limit) -> Iterator[Finding]:
-    peak = program._costs.peak
-    if peak is None:
+def _over_peak(program: Program, kind: Literal["budget", "peak"], most: int) -> Iterator[Finding]:
+    """Yield a finding if a device needs more bytes than it has, or than it may need."""
+    totals = program.totals
+    if totals is None:
         message = "peak: this backend does not tell the memory of executables: it is not known"
-        yield budget_finding("warning", message, 0, _ELSEWHERE)
-    elif peak > limit.bytes:
-        yield _over_limit(limit, f"needs {bytes_shown(peak)}", peak, "")
+        yield Finding("warning", kind, message, "verify the same function on another backend")
+    elif (excess := totals.peak - most) > 0:
+        message = (
+            f"peak: each device needs {bytes_shown(totals.peak)} ({totals}), "
+            f"{bytes_shown(excess)} over the {'budget' if kind == 'budget' else 'memory'} of "
+            f"{bytes_shown(most)}"
+        )
+        fix = (
+            "cut more of the arguments or activations, rematerialize, donate the state, or take a "
+            "smaller batch"
+        )
+        yield Finding("error", kind, message, fix, bytes=excess)
 
 
-def _of_sent(program: Program, limit: Limit) -> Iterator[Finding]:
+def _over_sent(program: Program, limit: Limit) -> Iterator[Finding]:
     rows = [
         row for row in program.collectives if limit.axes <= {*row.axes} and row.kind in limit.kinds
     ]
     size, endless = sum(row.sent_at_least for row in rows), [r for r in rows if r.times is None]
     least = "at least " if endless else ""
-    if size > limit.bytes:
-        what = f"sends {least}{bytes_shown(size)} in a step"
-        yield _over_limit(limit, what, size, f": {most_sent(rows)}")
+    if (excess := size - limit.bytes) > 0:
+        message = (
+            f"{limit.key}: each device sends {least}{bytes_shown(size)} in a step, "
+            f"{bytes_shown(excess)} over the budget of {bytes_shown(limit.bytes)}: "
+            f"{most_sent(rows)}"
+        )
+        fix = "send or keep less there; or, if it is meant, raise the budget"
+        yield Finding("error", "budget", message, fix, bytes=excess)
     elif endless:
         message = (
             f"{limit.key}: each device sends {bytes_shown(size)} with one iteration of each loop "
@@ -297,13 +273,4 @@ def _of_sent(program: Program, limit: Limit) -> Iterator[Finding]:
             f"a step is not known: {most_sent(endless)}"
         )
         fix = "let the loop have a constant number of iterations, or leave out this budget"
-        yield budget_finding("warning", message, size, fix)
-
-
-def _over_limit(limit: Limit, what: str, size: int, rows: str) -> Finding:
-    excess = size - limit.bytes
-    message = (
-        f"{limit.key}: each device {what}, {bytes_shown(excess)} over the budget of "
-        f"{bytes_shown(limit.bytes)}{rows}"
-    )
-    return budget_finding("error", message, excess, _FIX)
+        yield Finding("warning", "budget", message, fix, bytes=size)
