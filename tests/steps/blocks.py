@@ -11,8 +11,6 @@ import jax.numpy as jnp
 
 from tests.steps.model import Case
 
-__all__ = ["attend", "attention", "block", "causal", "decoder", "entropy", "perceptron", "rms_norm"]
-
 
 def rms_norm(x: Any, scale: Any) -> Any:
     """Return x over its root mean square."""

@@ -10,10 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from tests.steps.blocks import attend, rms_norm
-from tests.steps.model import Case, Fault, abstract, arrays, case_of, serving_step, slips, stacked
+from tests.steps.model import Case, Fault, abstract, arrays, case_of, faults, serving_step, stacked
 from tests.steps.score import Built, Step
-
-__all__ = ["STEPS"]
 
 _HEADS: Final = P("data", None, "tp")
 
@@ -81,7 +79,10 @@ def _scan(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> Bu
 
 
 _SCAN_FAULTS: Final[dict[str, Fault]] = {
-    **slips("the cache is not donated", "the cache is gathered as bfloat16"),
+    **faults(
+        "the cache is not donated", "the cache is gathered as bfloat16", "logits are whole", "the residual is whole",
+        "hidden is whole",
+    ),
     "the cache is whole over tp": {"cache": P(None, "data"), "written": P("data")},
     "the cache is whole over the batch": {
         "cache": P(None, None, None, "tp"), "written": P(None, None, "tp"),
@@ -101,16 +102,12 @@ _SCAN_FAULTS: Final[dict[str, Fault]] = {
     "kernels are gathered": {"kernels": P()},
     "the kernel of up is cut as that of down": {"rules": [("up", P(None, "tp"))]},
     "the output of attention is cut by columns": {"rules": [("/o$", P(None, None, None, "tp"))]},
-    "logits are whole": {"logits": P()},
     "logits are whole over tp": {"logits": P("data")},
     "the head is cut as that of a row": {"rules": [("head", P("tp"))]},
-    "the residual is whole": {"residual": P()},
-    "hidden is whole": {"hidden": P()},
     "logits of all words are returned": {"told": "logits"},
     # These look wrong.
-    **slips(
-        "the cache is written by a mask", "the cache is shifted", "keys are repeated for queries",
-        "no out_shardings",
+    **faults(
+        "the cache is written by a mask", "the cache is shifted", "keys are repeated for queries", "no out_shardings",
     ),
     "words come in whole": {"batch": P()},
     "no constraints": dict.fromkeys(("written", "heads", "mixed", "hidden", "residual", "logits")),
@@ -232,7 +229,7 @@ def _int8(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> Bu
 
 
 _INT8_FAULTS: Final[dict[str, Fault]] = {
-    **slips(
+    **faults(
         "the cache is not donated", "all layers are dequantized before the scan",
         "keys and values are repeated before the cache", "the cache comes out in another dtype",
     ),
@@ -253,7 +250,7 @@ _INT8_FAULTS: Final[dict[str, Fault]] = {
     "each layer's states are returned": {"told": "states"},
     "the embedding table is gathered": {"table": P()},
     # These look wrong.
-    **slips("no out_shardings"),
+    **faults("no out_shardings"),
     "the prompt comes in whole": {"batch": P()},
     "logits of each position are returned as they are cut": {"told": "scores"},
 }  # fmt: skip
@@ -374,13 +371,12 @@ def _chunk(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> B
 
 
 _CHUNK_FAULTS: Final[dict[str, Fault]] = {
-    **slips(
-        "keys and values are repeated for queries", "the cache is widened",
-        "pages are looked up in all groups", "layers are unrolled and their caches stacked",
-        "logits of all tokens of the chunk are computed", "the greedy token is a top_k of one",
-        "the greedy token is of sorted logits", "the cache is not donated",
+    **faults(
+        "keys and values are repeated for queries", "the cache is widened", "pages are looked up in all groups",
+        "layers are unrolled and their caches stacked", "logits of all tokens of the chunk are computed",
+        "the greedy token is a top_k of one", "the greedy token is of sorted logits", "the cache is not donated",
+        "states of each layer are returned", "the residual is whole", "logits are whole", "noise is whole",
     ),
-    "states of each layer are returned": {"told": "states"},
     "chances are returned whole": {"told": "chances"},
     "no constraints": dict.fromkeys(("heads", "read", "written", "hidden", "logits", "residual")),
     "the cache is planned whole over tp": {"cache": P(None, "dp")},
@@ -394,9 +390,7 @@ _CHUNK_FAULTS: Final[dict[str, Fault]] = {
     "new keys and values are whole": {"written": P()},
     "heads are whole over tp": {"heads": P("dp")},
     "hidden is whole over tp": {"hidden": P("dp")},
-    "the residual is whole": {"residual": P()},
     "the residual is cut over features": {"residual": _CHUNK},
-    "logits are whole": {"logits": P()},
     "the table of words is gathered": {"table": P()},
     "masks are whole": {"mask": P()},
     "weights are gathered before the layers": {"weights": P()},
@@ -407,10 +401,8 @@ _CHUNK_FAULTS: Final[dict[str, Fault]] = {
     "the head is planned by rows": {"rules": [("head", P("tp"))]},
     "weights are planned to be whole": {"rules": [("/[qkvo]$|gate|up|down", P())]},
     "the table and the head are planned to be whole": {"rules": [("embed|head", P())]},
-    "noise is whole": {"noise": P()},
     # These look wrong.
-    **slips("no out_shardings"),
-    "the batch comes in whole": {"batch": P()},
+    **faults("no out_shardings", "the batch comes in whole"),
 }  # fmt: skip
 
 STEPS: Final = (

@@ -14,10 +14,8 @@ from jax.sharding import reshard
 
 import shardrules as sr
 from tests.steps.blocks import attend, attention, block, causal, decoder, perceptron, rms_norm
-from tests.steps.model import Case, Fault, Model, arrays, slips, stacked
+from tests.steps.model import Case, Fault, Model, arrays, faults, stacked
 from tests.steps.score import Step
-
-__all__ = ["STEPS"]
 
 _PARTS: Final = P("fsdp", None, "tp")
 
@@ -84,33 +82,29 @@ _LLAMA: Final = Model(
 )
 _NOTHING: Final = dict.fromkeys(("residual", "heads", "keys", "mixed", "hidden", "logits"))
 _FAULTS: Final[dict[str, Fault]] = {
-    **slips(
+    **faults(
         "queries, keys and values are merged and split", "gate and up are merged and split",
         "the loss is of gathered logits", "moments come in whole", "not donated", "no remat",
-        "remat that saves everything",
+        "remat that saves everything", "the residual is whole", "hidden is whole over the batch", "logits are whole",
+        "logits are whole over the batch", "logits are returned", "gradients are whole",
     ),
     "no constraints": {**_NOTHING, "table": None},
     "no constraints but of the table": _NOTHING,
     "no constraints, and the batch whole": {**_NOTHING, "batch": P(), "table": None},
     "the residual alone is not constrained": {"residual": None, "table": None},
-    "the residual is whole": {"residual": P()},
     "the residual is cut over tp instead of the batch": {"residual": P("tp")},
     "the residual's width is cut over tp": {"residual": _PARTS},
     "the residual's width is cut over fsdp": {"residual": P(None, None, "fsdp")},
     "hidden is whole over tp": {"hidden": P("fsdp")},
-    "hidden is whole over the batch": {"hidden": P(None, None, "tp")},
     "hidden has its axes swapped": {"hidden": P("tp", None, "fsdp")},
     "heads are whole over tp": dict.fromkeys(("heads", "keys", "mixed"), P("fsdp")),
     "keys are whole over tp": {"keys": P("fsdp")},
     "keys are cut over the sequence": {"keys": P("fsdp", "tp")},
     "scores are cut over the sequence": {"scores": P("fsdp", None, None, "tp")},
     "scores are whole over tp": {"scores": P("fsdp")},
-    "logits are whole": {"logits": P()},
     "logits are whole over tp": {"logits": P("fsdp")},
-    "logits are whole over the batch": {"logits": P(None, None, "tp")},
     "the last states are whole": {"last": P()},
     "logits are returned whole": {"told": "logits", "logits": P()},
-    "logits are returned": {"told": "logits"},
     "states of layers are returned": {"told": "states"},
     "kernels are gathered over tp too": {"kernels": P()},
     "the stack is gathered before the loop": {"stack": P(None, None, "tp")},
@@ -118,15 +112,15 @@ _FAULTS: Final[dict[str, Fault]] = {
     "the output of attention is transposed": {"rules": [("/o$", P(None, "fsdp", None, "tp"))]},
     "up is transposed": {"rules": [("gate|up", P(None, "tp", "fsdp"))]},
     "the head is transposed": {"rules": [("head", P("tp", "fsdp"))]},
-    "gradients are whole": {"gradients": P()},
     "an average of parameters is whole": {"told": "average", "average": P()},
     "not donated, nor out_shardings": {"wrong": ("not donated", "no out_shardings")},
     "evaluation in the same step": {"told": "evaluation"},
     # These look wrong.
-    **slips("layers are not scanned", "no out_shardings"),
-    "the batch comes in whole": {"batch": P()},
+    **faults(
+        "layers are not scanned", "no out_shardings", "the batch comes in whole",
+        "the table is looked up as it is cut",
+    ),
     "hits are returned": {"told": "hits"},
-    "the table is looked up as it is cut": {"table": None},
 }  # fmt: skip
 
 
@@ -193,7 +187,7 @@ _ACCUMULATING_FAULTS: Final[dict[str, Fault]] = {
         )
     },
     # These look wrong.
-    **slips("micro-batches of consecutive rows"),
+    **faults("micro-batches of consecutive rows"),
     "the batch comes in whole": {"batch": P(), "parts": P(None)},
 }  # fmt: skip
 
@@ -282,7 +276,10 @@ _EXPLICIT: Final = Model(
     is_explicit=True,
 )
 _EXPLICIT_FAULTS: Final[dict[str, Fault]] = {
-    **slips("gradients are resharded to be whole", "not donated", "no remat", "moments come in whole"),
+    **faults(
+        "gradients are resharded to be whole", "not donated", "no remat", "moments come in whole",
+        "states of each layer are returned", "logits are returned", "the batch comes in whole",
+    ),
     "weights are resharded to be whole": {"columns": P(None, None), "rows": P(None, None)},
     "up is gathered over tp too, and down": {"columns": P(None, "tp"), "rows": P(None, None)},
     "activations come out whole": {"residual": _WHOLE},
@@ -298,12 +295,9 @@ _EXPLICIT_FAULTS: Final[dict[str, Fault]] = {
     "logits over batch are gathered for the loss": {"gathered": P(None, None, "tp")},
     "the stack is gathered before the scan": {"stack": P(None, None, "tp")},
     "the stack is gathered whole before the scan": {"stack": _WHOLE},
-    "states of each layer are returned": {"told": "states"},
-    "logits are returned": {"told": "logits"},
     "down is planned as a column": {"rules": [("down", P(None, "fsdp", "tp"))]},
-    "the batch comes in whole": {"batch": P()},
     # These look wrong.
-    **slips("no out_shardings"),
+    **faults("no out_shardings"),
     "a mean of each layer": {"told": "means"},
     "the table is gathered over fsdp alone": {"table": P(None, "tp")},
 }  # fmt: skip
@@ -363,7 +357,10 @@ _LONG: Final = Model(
 )
 _LONG_NOTHING: Final = dict.fromkeys(("residual", "queries", "logits", "keys"))
 _LONG_FAULTS: Final[dict[str, Fault]] = {
-    **slips("no remat", "not donated", "keys in a zigzag before they are gathered"),
+    **faults(
+        "no remat", "not donated", "keys in a zigzag before they are gathered",
+        "gradients are constrained to be whole", "states of each layer are returned",
+    ),
     "activations without the sequence axis": dict.fromkeys(("residual", "queries", "logits"), P("data")),
     "tokens without the sequence axis, no constraints": {**_LONG_NOTHING, "batch": P("data")},
     "tokens whole, no constraints": {**_LONG_NOTHING, "batch": P()},
@@ -375,12 +372,10 @@ _LONG_FAULTS: Final[dict[str, Fault]] = {
     "logits whole over the sequence": {"logits": P("data")},
     "logits over the vocabulary": {"logits": P("data", None, "seq")},
     "weights are planned on data alone": {"rules": [("norm", P()), ("layers", P(None, "data"))]},
-    "gradients are constrained to be whole": {"gradients": P()},
     "moments are whole inside": {"moments": P(), "wrong": "no out_shardings"},
-    "states of each layer are returned": {"told": "states"},
     "tokens are flattened for the MLP": {"wrong": "rows and tokens are merged"},
     # These look wrong.
-    **slips("logits are shifted instead of targets"),
+    **faults("logits are shifted instead of targets"),
     "the batch comes in whole over the sequence": {"batch": P("data")},
     "no constraint on the residual": {"residual": None},
     "weights are multiplied as they are cut": {"kernels": None},
@@ -465,9 +460,9 @@ _RING: Final = Model(
 )
 _RING_NOTHING: Final = ("residual", "heads", "hidden", "logits")
 _RING_FAULTS: Final[dict[str, Fault]] = {
-    **slips(
-        "keys and values are gathered", "keys are gathered in every turn",
-        "outputs are sent back and forth", "attention without a ring", "not donated", "no remat",
+    **faults(
+        "keys and values are gathered", "keys are gathered in every turn", "outputs are sent back and forth",
+        "attention without a ring", "not donated", "no remat", "gradients are whole", "logits are returned",
     ),
     "scores are cut over keys": {
         "wrong": "attention without a ring", "scores": P("fsdp", None, None, "sp"),
@@ -487,12 +482,9 @@ _RING_FAULTS: Final[dict[str, Fault]] = {
     "kernels are cut over sp alone": {
         "rules": [("norm", P()), ("/o$", P(None, None, None, ("fsdp", "sp"))), ("layers/", P(None, "sp"))],
     },
-    "gradients are whole": {"gradients": P()},
-    "logits are returned": {"told": "logits"},
     "states are returned": {"told": "last"},
     # These look wrong.
-    **slips("no out_shardings"),
-    "the batch comes in whole": {"batch": P()},
+    **faults("no out_shardings", "the batch comes in whole"),
 }  # fmt: skip
 
 STEPS: Final = (

@@ -12,11 +12,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from tests.steps.blocks import entropy
-from tests.steps.model import Case, Fault, Model, free, slips
+from tests.steps.model import Case, Fault, Model, faults, free
 from tests.steps.score import Step
-
-__all__ = ["STEPS"]
-
 
 # An encoder
 
@@ -119,28 +116,27 @@ _ENCODER: Final = Model(
 )
 _ENCODER_FREE: Final = dict.fromkeys(("residual", "heads", "hidden", "masked", "logits"))
 _ENCODER_FAULTS: Final[dict[str, Fault]] = {
-    **slips("masked words are taken from the flattened batch", "not donated", "no remat"),
+    **faults(
+        "masked words are taken from the flattened batch", "not donated", "no remat", "the residual is whole",
+        "hidden is whole over the batch", "logits are whole", "the table is gathered",
+        "gradients are constrained to be whole", "moments are constrained to be whole",
+    ),
     "no constraints": {**_ENCODER_FREE, "table": None},
     "no constraints, and the batch whole": {**_ENCODER_FREE, "batch": P()},
-    "the residual is whole": {"residual": P()},
     "the residual is cut over tp": {"residual": _PARTS},
     "heads are whole over tp": {"heads": P("fsdp")},
     "heads are whole over the batch": {"heads": P(None, None, "tp")},
     "attention is cut over queries": {"scores": _PARTS},
     "attention's scores are whole over tp": {"scores": P("fsdp")},
-    "hidden is whole over the batch": {"hidden": P(None, None, "tp")},
     "logits of all positions, whole over tp": {"wrong": "logits of all positions", "logits": P("fsdp")},
-    "logits are whole": {"logits": P()},
     "logits are whole over tp": {"logits": P("fsdp")},
     "the table is cut over its width": {"rules": [("table", P("fsdp", "tp"))], "table": P(None, "tp")},
-    "the table is gathered": {"table": P()},
     "down is cut by columns": {"rules": [("down/kernel", P("fsdp", "tp"))]},
-    "gradients are constrained to be whole": {"gradients": P()},
-    "moments are constrained to be whole": {"moments": P(), "wrong": "no out_shardings"},
     "the dropout's mask is whole": {"dropout": P()},
     # These look wrong.
-    **slips("logits of all positions", "masked words are flattened for the transform"),
-    "the batch comes in whole": {"batch": P()},
+    **faults(
+        "logits of all positions", "masked words are flattened for the transform", "the batch comes in whole",
+    ),
     "masked words are whole": {"masked": P()},
     "the accuracy of gathered logits": {"told": "accuracy"},
     "masked words' states are returned": {"told": "states"},
@@ -272,7 +268,10 @@ _ENCODER_DECODER: Final = Model(
     optimizer=lambda case, plan: optax.adafactor(1e-3, min_dim_size_to_factor=64),
 )
 _FAULTS: Final[dict[str, Fault]] = {
-    **slips("no remat", "no remat of the decoder", "not donated"),
+    **faults(
+        "no remat", "no remat of the decoder", "not donated", "gradients are constrained to be whole",
+        "logits are returned",
+    ),
     "no constraints": free(_ENCODER_DECODER.places),
     "no constraints, and the batch whole": {
         **dict.fromkeys(("residual", "heads", "keys", "hidden", "encoded", "logits")), "batch": P(),
@@ -292,15 +291,12 @@ _FAULTS: Final[dict[str, Fault]] = {
     "logits without the batch": {"logits": P(None, None, "tp")},
     "the smoothed targets are whole": {"smoothed": P()},
     "the output of attention is cut by columns": {"rules": [("o/kernel", P(None, "fsdp", None, "tp"))]},
-    "gradients are constrained to be whole": {"gradients": P()},
     "encoded states are returned": {"told": "encoded"},
-    "logits are returned": {"told": "logits"},
     # These look wrong.
-    **slips(
-        "logits are picked by an index", "a loss of the norm of logits",
-        "gradients are clipped by their norm",
+    **faults(
+        "logits are picked by an index", "a loss of the norm of logits", "gradients are clipped by their norm",
+        "the batch comes in whole",
     ),
-    "the batch comes in whole": {"batch": P()},
     "the bias of positions is whole": {"bias": P()},
     "losses of all words are returned": {"told": "losses"},
 }  # fmt: skip

@@ -12,10 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from tests.steps.blocks import attention, block, decoder
-from tests.steps.model import Case, Fault, Model, arrays, slips, stacked
+from tests.steps.model import Case, Fault, Model, arrays, faults, stacked
 from tests.steps.score import Step
-
-__all__ = ["STEPS"]
 
 _BATCH: Final = ("fsdp", "ep")
 _EXPERTS: Final = 8
@@ -130,8 +128,9 @@ _EINSUM: Final = Model(
 )
 _EXCHANGED: Final = replace(_EINSUM, places={**_EINSUM.places, "sent": P(_BATCH)}, loss=partial(_loss, _by_exchange))
 _FAULTS: Final[dict[str, Fault]] = {
-    **slips("not donated", "no remat"),
-    "the residual is whole": {"residual": P()},
+    **faults(
+        "not donated", "no remat", "the residual is whole", "logits are whole", "gradients are whole",
+    ),
     "the batch is cut over fsdp alone": dict.fromkeys(("residual", "batch", "logits"), P("fsdp")),
     "experts are planned without ep": {
         "rules": [("experts_up", P(None, None, "fsdp")), ("experts_down", P(None, None, None, "fsdp"))],
@@ -139,17 +138,14 @@ _FAULTS: Final[dict[str, Fault]] = {
     "experts' kernels are cut over other dimensions": {
         "rules": [("experts_up", P(None, None, _BATCH)), ("experts_down", P(None, None, None, _BATCH))],
     },
-    "logits are whole": {"logits": P()},
     "logits are whole over ep": {"logits": P("fsdp")},
-    "gradients are whole": {"gradients": P()},
     "outputs of experts are returned": {"told": "states"},
     # These look wrong.
-    **slips("no out_shardings"),
-    "the batch comes in whole": {"batch": P()},
+    **faults("no out_shardings", "the batch comes in whole"),
 }  # fmt: skip
 _ROUTED: Final = ("dispatched", "hidden")
 _EINSUM_FAULTS: Final[dict[str, Fault]] = {
-    **slips("all experts compute all tokens", "the best experts by top_k"),
+    **faults("all experts compute all tokens", "the best experts by top_k", "logits are returned"),
     "no constraints": dict.fromkeys(("residual", *_ROUTED, "combined", "routed", "logits")),
     "no constraints of experts": dict.fromkeys((*_ROUTED, "combined", "routed")),
     "dispatched tokens are not constrained": dict.fromkeys(_ROUTED),
@@ -165,12 +161,11 @@ _EINSUM_FAULTS: Final[dict[str, Fault]] = {
     "combined tokens are whole": {"combined": P()},
     "experts are gathered": {"experts": P()},
     "experts are gathered over ep": {"experts": P(None, "fsdp")},
-    "logits are returned": {"told": "logits"},
     **_FAULTS,
     "the batch is cut over fsdp alone": dict.fromkeys(("residual", "combined", "routed", "batch", "logits"), P("fsdp")),
-}
+}  # fmt: skip
 _EXCHANGED_FAULTS: Final[dict[str, Fault]] = {
-    **slips(
+    **faults(
         "experts are gathered", "tokens are gathered", "slots are gathered", "outputs are gathered",
         "outputs are summed again", "specs of experts are whole",
     ),
@@ -316,14 +311,13 @@ _MIXTRAL: Final = Model(
 )
 _FREE: Final = dict.fromkeys(("residual", "heads", "routed", "logits", "grouped", *_ROUTED))
 _MIXTRAL_FAULTS: Final[dict[str, Fault]] = {
-    **slips(
-        "gradients are summed over data in each micro-batch",
-        "all tokens of a micro-batch are one group", "moments come in whole", "not donated",
-        "no remat",
+    **faults(
+        "gradients are summed over data in each micro-batch", "all tokens of a micro-batch are one group",
+        "moments come in whole", "not donated", "no remat", "states of each layer are returned",
+        "the residual is whole",
     ),
     "logits of all micro-batches are returned": {"told": "logits"},
     "guesses of gathered logits are returned": {"told": "guesses"},
-    "states of each layer are returned": {"told": "states"},
     "no constraints": _FREE,
     "no constraints, micro-batches are the leading part": {
         **_FREE, "wrong": "micro-batches are the leading part",
@@ -341,7 +335,6 @@ _MIXTRAL_FAULTS: Final[dict[str, Fault]] = {
     "experts are planned over layers": {"rules": [("w[123]", P("expert", "fsdp"))]},
     "experts are gathered over expert": {"experts": P()},
     "attention and the table are planned to be whole": {"rules": [("proj|embed|head", P())]},
-    "the residual is whole": {"residual": P()},
     "the residual is cut over fsdp alone": {"residual": P("fsdp")},
     "the residual is cut over features": {"residual": P("fsdp", None, "expert")},
     "logits are whole over the batch": {"logits": P()},
@@ -351,8 +344,8 @@ _MIXTRAL_FAULTS: Final[dict[str, Fault]] = {
     "gradients are whole for the update": {"gradients": P()},
     "masks of dropout are whole": {"dropped": P()},
     # These look wrong.
+    **faults("the batch comes in whole"),
     "masks of dropout are cut": {"dropped": P(_LOCAL)},
-    "the batch comes in whole": {"batch": P()},
 }  # fmt: skip
 
 STEPS: Final = (

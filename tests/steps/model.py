@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +23,37 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from tests.steps.score import Built
 
-__all__ = ["Case", "Fault", "Model", "abstract", "arrays", "case_of", "free", "serving_step", "slips", "stacked"]
-
 Fault = Mapping[str, Any]
 """Constraints by name; beside them "rules", "wrong" (slips), and "told" (what is returned)."""
 Rules = Sequence[tuple[str, P]]
 
 
-def slips(*names: str) -> dict[str, Fault]:
-    """Return faults that the step knows by their names."""
-    return {name: {"wrong": name} for name in names}
+_WHOLE_BATCH: Final = P(None, None, "tp")
+_USUAL: Final[dict[str, Fault]] = {
+    "the batch comes in whole": {"batch": P()},
+    "the residual is whole": {"residual": P()},
+    "hidden is whole": {"hidden": P()},
+    "hidden is whole over the batch": {"hidden": _WHOLE_BATCH},
+    "heads are whole": {"heads": P()},
+    "logits are whole": {"logits": P()},
+    "logits are whole over the batch": {"logits": _WHOLE_BATCH},
+    "logits are returned": {"told": "logits"},
+    "logits are gathered and returned": {"told": "gathered"},
+    "states of each layer are returned": {"told": "states"},
+    "noise is whole": {"noise": P()},
+    "the table is gathered": {"table": P()},
+    "the table is looked up as it is cut": {"table": None},
+    "kernels are gathered over tp": {"kernels": P()},
+    "gradients are whole": {"gradients": P()},
+    "gradients are constrained to be whole": {"gradients": P()},
+    "moments are constrained to be whole": {"moments": P(), "wrong": "no out_shardings"},
+}
+"""What many steps can have wrong."""
+
+
+def faults(*names: str) -> dict[str, Fault]:
+    """Return faults by their names: usual ones, and slips that the step knows."""
+    return {name: _USUAL.get(name, {"wrong": name}) for name in names}
 
 
 def free(places: Mapping[str, Any]) -> dict[str, None]:

@@ -18,10 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from tests.steps.blocks import attend, entropy
-from tests.steps.model import Case, Fault, Model, abstract, case_of, free, slips
+from tests.steps.model import Case, Fault, Model, abstract, case_of, faults, free
 from tests.steps.score import Built, Step
-
-__all__ = ["STEPS"]
 
 _WORDS: Final = 1024
 _WIDTH: Final = 256
@@ -146,32 +144,26 @@ def _equinox(wrong: str = "", rules: Any = (), told: str = "", **places: Any) ->
 
 
 _EQUINOX_FAULTS: Final[dict[str, Fault]] = {
-    **slips("one kernel of queries, keys and values is split", "no remat"),
+    **faults(
+        "one kernel of queries, keys and values is split", "no remat", "the residual is whole", "heads are whole",
+        "hidden is whole over the batch", "logits are whole", "logits are whole over the batch",
+        "the table is gathered", "kernels are gathered over tp", "gradients are whole", "logits are returned",
+        "logits are gathered and returned",
+    ),
     "no constraints": free(_PLACES),
     "no constraints, and the batch whole": {**free(_PLACES), "batch": P()},
-    "the residual is whole": {"residual": P()},
     "the residual is cut over tp": {"residual": _PARTS},
-    "heads are whole": {"heads": P()},
     "hidden has its axes swapped": {"hidden": P("tp", None, "fsdp")},
-    "hidden is whole over the batch": {"hidden": P(None, None, "tp")},
-    "logits are whole": {"logits": P()},
-    "logits are whole over the batch": {"logits": P(None, None, "tp")},
-    "the table is gathered": {"table": P()},
     "kernels are planned as those of flax, transposed": {
         "rules": [("qkv|up", P(None, "fsdp", "tp")), ("/o/|down", P(None, "tp", "fsdp"))]
     },
     "rows are planned as columns": {"rules": [("/o/|down", P(None, "tp", "fsdp"))]},
-    "kernels are gathered over tp": {"kernels": P()},
-    "gradients are whole": {"gradients": P()},
     "nothing is donated": {"wrong": "not donated"},
     "an average of parameters is whole": {"told": "average", "average": P()},
-    "logits are returned": {"told": "logits"},
-    "logits are gathered and returned": {"told": "gathered"},
     # These look wrong.
-    **slips("results are not constrained"),
+    **faults("results are not constrained", "the batch comes in whole"),
     "guesses of gathered logits": {"told": "guesses"},
-    "the batch comes in whole": {"batch": P()},
-}
+}  # fmt: skip
 
 
 # nnx
@@ -271,22 +263,18 @@ def _nnx(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> Bui
 
 _NNX_FREE: Final = {**free(_PLACES), "wide": None}
 _NNX_FAULTS: Final[dict[str, Fault]] = {
-    **slips(
-        "parameters are gathered for a penalty", "the optimizer's state comes in whole",
-        "not donated", "the model alone is donated", "no remat",
+    **faults(
+        "parameters are gathered for a penalty", "the optimizer's state comes in whole", "not donated",
+        "the model alone is donated", "no remat", "the residual is whole", "hidden is whole", "logits are whole",
+        "logits are whole over the batch", "logits are returned", "logits are gathered and returned",
+        "gradients are whole",
     ),
     "no constraints": _NNX_FREE,
     "no constraints, and the batch whole": {**_NNX_FREE, "batch": P()},
-    "the residual is whole": {"residual": P()},
     "the residual is cut over its width": {"residual": P(None, None, "fsdp")},
-    "hidden is whole": {"hidden": P()},
     "hidden is whole over tp": {"hidden": P("fsdp")},
     "heads are cut over their size": {"heads": P("fsdp", None, None, "tp")},
     "heads are whole over the batch": dict.fromkeys(("heads", "wide"), P(None, None, "tp")),
-    "logits are whole": {"logits": P()},
-    "logits are whole over the batch": {"logits": P(None, None, "tp")},
-    "logits are returned": {"told": "logits"},
-    "logits are gathered and returned": {"told": "gathered"},
     "the table is cut over its width, and looked up so": {
         "rules": [("embedding", P(None, ("fsdp", "tp")))], "table": None,
     },
@@ -294,10 +282,9 @@ _NNX_FAULTS: Final[dict[str, Fault]] = {
     "columns and rows are swapped": {
         "rules": [("/([qkv]|up)/kernel", P("tp", "fsdp")), ("/(o|down)/kernel", P("fsdp", "tp"))],
     },
-    "gradients are whole": {"gradients": P()},
     "no shardings for jit, and no constraints": {**_NNX_FREE, "wrong": "no shardings for jit"},
     # These look wrong.
-    "the batch comes in whole": {"batch": P()},
+    **faults("the batch comes in whole"),
     "the head is cut over words alone": {"rules": [("head", P(None, ("fsdp", "tp")))]},
 }  # fmt: skip
 
@@ -409,9 +396,9 @@ _LINEN: Final = Model(
     optimizer=lambda case, plan: optax.lion(1e-4),
 )
 _LINEN_FAULTS: Final[dict[str, Fault]] = {
-    **slips(
+    **faults(
         "constraints know no mesh", "the table and what is looked up have no constraints",
-        "layers have no constraints", "not donated", "no remat",
+        "layers have no constraints", "not donated", "no remat", "gradients are whole", "logits are returned",
     ),
     "no constraints at all, and the batch whole": {"wrong": "no constraints at all", "batch": P()},
     "logits have no constraint": {"wrong": "logits have no constraints"},
@@ -428,13 +415,10 @@ _LINEN_FAULTS: Final[dict[str, Fault]] = {
     "parameters' mlp by fsdp, their width by tp": {"rules": [("mlp", "fsdp"), ("embed", "tp")]},
     "parameters' heads are whole": {"rules": [("heads", None)]},
     "parameters' layers are cut": {"rules": [("layers", "data"), ("embed", "fsdp")]},
-    "gradients are whole": {"gradients": P()},
-    "logits are returned": {"told": "logits"},
     "chances are gathered and returned": {"told": "chances"},
     # These look wrong.
-    **slips("no out_shardings", "gradients are clipped by their norm"),
+    **faults("no out_shardings", "gradients are clipped by their norm", "the batch comes in whole"),
     "the table is whole over tp": {"rules": [("words", None)]},
-    "the batch comes in whole": {"batch": P()},
 }  # fmt: skip
 
 
@@ -528,7 +512,10 @@ _HALIAX: Final = Model(
 )
 _WHOLE: Final = dict.fromkeys(("mlp", "heads", "vocab"))
 _HALIAX_FAULTS: Final[dict[str, Fault]] = {
-    **slips("layers are gathered whole", "the mask is whole", "not donated", "no remat"),
+    **faults(
+        "layers are gathered whole", "the mask is whole", "not donated", "no remat", "gradients are whole",
+        "logits are returned",
+    ),
     "activations are not sharded": {"sharded": ()},
     "activations are not sharded, nor is the batch": {"sharded": (), "batch": P()},
     "the residual alone is sharded": {"sharded": ("residual",)},
@@ -544,11 +531,8 @@ _HALIAX_FAULTS: Final[dict[str, Fault]] = {
     "parameters' axes are swapped": {
         "rules": [("embed", "tp"), ("mlp", "fsdp"), ("heads", "fsdp"), ("vocab", "fsdp")],
     },
-    "gradients are whole": {"gradients": P()},
-    "logits are returned": {"told": "logits"},
     # These look wrong.
-    **slips("no out_shardings"),
-    "the batch comes in whole": {"batch": P()},
+    **faults("no out_shardings", "the batch comes in whole"),
 }  # fmt: skip
 
 STEPS: Final = (

@@ -10,10 +10,8 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from tests.steps.blocks import entropy, rms_norm
-from tests.steps.model import Case, Fault, Model, arrays, free, slips, stacked
+from tests.steps.model import Case, Fault, Model, arrays, faults, free, stacked
 from tests.steps.score import Step
-
-__all__ = ["STEPS"]
 
 _ROWS: Final = P("fsdp")
 _IN: Final = P("fsdp", "tp")
@@ -106,7 +104,10 @@ _RECURRENCE: Final = Model(
     optimizer=_adam,
 )
 _RECURRENCE_FAULTS: Final[dict[str, Fault]] = {
-    **slips("no remat", "not donated", "channels are regrouped across tp"),
+    **faults(
+        "no remat", "not donated", "channels are regrouped across tp", "logits are whole over the batch",
+        "gradients are constrained to be whole", "states of each layer are returned",
+    ),
     "no constraints": dict.fromkeys(("residual", "channels", "logits")),
     "no constraints, and the batch whole": {
         "residual": None, "channels": None, "logits": None, "batch": P(),
@@ -118,25 +119,20 @@ _RECURRENCE_FAULTS: Final[dict[str, Fault]] = {
     "the residual is cut over tp": {"residual": P(_BATCH, None, "tp")},
     "the residual is cut over data alone": {"residual": P("data")},
     "logits are gathered": {"logits": P(_BATCH)},
-    "logits are whole over the batch": {"logits": P(None, None, "tp")},
     "one kernel into both branches, split after it": {
         "wrong": "one kernel into both branches, split after it",
         "rules": [("into", P(None, "fsdp", "tp"))],
     },
     "the projection out is cut by columns": {"rules": [("out", P(None, "fsdp", "tp"))]},
     "weights are gathered over tp": {"kernels": P()},
-    "gradients are constrained to be whole": {"gradients": P()},
-    "states of each layer are returned": {"told": "states"},
     "the padded sequence is cut over tp": {"padded": P(_BATCH, "tp")},
     # These look wrong.
-    **slips(
-        "the targets are picked from flattened chances",
-        "a loop over the sequence instead of a scan of it",
+    **faults(
+        "the targets are picked from flattened chances", "a loop over the sequence instead of a scan of it",
+        "the batch comes in whole", "the table is looked up as it is cut",
     ),
-    "the batch comes in whole": {"batch": P()},
     "the last state of each layer is returned": {"told": "last"},
     "the decay is whole": {"rules": [("decay", P())]},
-    "the table is looked up as it is cut": {"table": None},
 }  # fmt: skip
 
 
@@ -283,12 +279,11 @@ _MIXER: Final = Model(
 )
 
 _ALL: Final[dict[str, Fault]] = {
-    **slips("not donated", "moments come in whole"),
-    "gradients are whole": {"gradients": P()},
-}
+    **faults("not donated", "moments come in whole", "gradients are whole"),
+}  # fmt: skip
 _TOWER_FAULTS: Final[dict[str, Fault]] = {
+    **faults("embeddings are repeated first"),
     **_ALL,
-    **slips("embeddings are repeated first"),
     "no constraints": free(_TOWERS.places),
     "no constraints, and the batch whole": {**free(_TOWERS.places), "batch": P()},
     "hidden is whole over tp": {"hidden": _ROWS},
@@ -300,10 +295,10 @@ _TOWER_FAULTS: Final[dict[str, Fault]] = {
     "the last kernels are cut over their results": {"rules": [("_out", P(None, "tp"))]},
     "up and down are swapped": {"rules": [("_up", _OUT), ("_down", _IN)]},
     "scores are returned whole": {"told": "scores", "scores": P()},
-}
+}  # fmt: skip
 _RECOMMENDER_FAULTS: Final[dict[str, Fault]] = {
+    **faults("the table is one-hot"),
     **_ALL,
-    **slips("the table is one-hot"),
     "no constraints": free(_RECOMMENDER.places),
     "the table is made whole": {"table": P()},
     "the table is planned whole": {"rules": [("table", P())]},
@@ -314,10 +309,10 @@ _RECOMMENDER_FAULTS: Final[dict[str, Fault]] = {
     "hidden is whole over tp": {"hidden": _ROWS},
     "the kernel up is cut along its sum": {"rules": [("down", _IN)]},
     "rows are returned whole": {"told": "rows", "rows": P()},
-}
+}  # fmt: skip
 _LSTM_FAULTS: Final[dict[str, Fault]] = {
+    **faults("no remat", "logits are whole over the batch", "logits are returned"),
     **_ALL,
-    **slips("no remat"),
     "no constraints": free(_LSTM.places),
     "the recurrent kernel is gathered in each step": {"recurrent": None},
     "the recurrent kernel is whole": {"recurrent": P()},
@@ -327,15 +322,12 @@ _LSTM_FAULTS: Final[dict[str, Fault]] = {
     "the memory is whole": {"memory": P()},
     "inputs are whole over the batch": {"inputs": P(None, None, None, "tp")},
     "inputs are cut over time": {"inputs": _ROWS},
-    "logits are whole over the batch": {"logits": P(None, None, "tp")},
     "logits are whole over tp": {"logits": P(None, "fsdp")},
-    "logits are returned": {"told": "logits"},
-}
+}  # fmt: skip
 _MIXER_FAULTS: Final[dict[str, Fault]] = {
+    **faults("no remat", "the residual is whole", "hidden is whole over the batch"),
     **_ALL,
-    **slips("no remat"),
     "no constraints": free(_MIXER.places),
-    "the residual is whole": {"residual": P()},
     "the residual is cut over places": {"residual": P(None, "fsdp")},
     "the residual is cut over channels": {"residual": _LAST},
     "kernels are cut by fsdp before tp": {
@@ -344,7 +336,6 @@ _MIXER_FAULTS: Final[dict[str, Fault]] = {
     "mixed places are whole over tp": {"mixed": _ROWS},
     "mixed places are whole over the batch": {"mixed": P(None, "tp")},
     "hidden is whole over tp": {"hidden": _ROWS},
-    "hidden is whole over the batch": {"hidden": P(None, None, "tp")},
     "up and down are swapped": {
         "rules": [("up", P(None, "tp", "fsdp")), ("down", P(None, "fsdp", "tp"))],
     },

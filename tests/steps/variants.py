@@ -12,10 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from tests.steps.blocks import attend, block, decoder, entropy, rms_norm
-from tests.steps.model import Case, Fault, Model, arrays, slips, stacked
+from tests.steps.model import Case, Fault, Model, arrays, faults, stacked
 from tests.steps.score import Step
-
-__all__ = ["STEPS"]
 
 _WIDTH: Final = 256
 _KERNELS: Final = {"qkv": (_WIDTH, 3 * _WIDTH), "o": (_WIDTH, _WIDTH), "up": (_WIDTH, 1024), "down": (1024, _WIDTH)}
@@ -100,10 +98,10 @@ _LORA: Final = Model(
 )
 _FREE: Final = dict.fromkeys(("residual", "hidden", "logits"))
 _LORA_FAULTS: Final[dict[str, Fault]] = {
-    **slips(
+    **faults(
         "the base is dequantized before it is gathered", "the base is gathered as float32",
-        "the base is dequantized whole before the loop", "all kernels are trained too",
-        "not donated", "no remat",
+        "the base is dequantized whole before the loop", "all kernels are trained too", "not donated", "no remat",
+        "the residual is whole", "hidden is whole", "logits are whole", "logits are returned",
     ),
     "the base is not constrained": {"base": None},
     "the base is gathered whole before the loop": {"stack": P()},
@@ -112,21 +110,17 @@ _LORA_FAULTS: Final[dict[str, Fault]] = {
     },
     "the base is planned to be whole": {"rules": [("q8", P())]},
     "the base is cut over layers": {"rules": [("q8", P("fsdp"))], "base": None},
-    "the residual is whole": {"residual": P()},
     "no constraints": {**_FREE, "base": None, "table": None},
     "no constraints, and the batch whole": {**_FREE, "base": None, "table": None, "batch": P()},
     "hidden is cut over its width": {"hidden": P(None, None, "fsdp")},
-    "hidden is whole": {"hidden": P()},
-    "logits are whole": {"logits": P()},
     "logits are cut over words": {"logits": P(None, None, "fsdp")},
     "the table is not gathered, nor the residual cut": {"table": None, "residual": None},
     "the base is returned as float32": {"told": "base"},
-    "logits are returned": {"told": "logits"},
     # These look wrong.
-    **slips("merged with adapters", "no out_shardings"),
+    **faults(
+        "merged with adapters", "no out_shardings", "gradients are whole", "the batch comes in whole",
+    ),
     "adapters are sharded": {"rules": [("/[ab]$", P(None, None, "fsdp"))]},
-    "gradients are whole": {"gradients": P()},
-    "the batch comes in whole": {"batch": P()},
 }  # fmt: skip
 
 
@@ -201,6 +195,10 @@ _MUON: Final = Model(
 )
 _MATRICES: Final[dict[str, None]] = dict.fromkeys(("matrices", "iterated"))
 _MUON_FAULTS: Final[dict[str, Fault]] = {
+    **faults(
+        "not donated", "no remat", "gradients are whole", "the residual is whole", "logits are whole",
+        "logits are returned",
+    ),
     **{
         name: {"wrong": name, **_MATRICES}
         for name in (
@@ -211,24 +209,18 @@ _MUON_FAULTS: Final[dict[str, Fault]] = {
     "matrices are gathered in every iteration": {
         **_MATRICES, "wrong": "matrices are orthogonalized as planned", "gathered": P(),
     },
-    **slips("not donated", "no remat"),
     "matrices are whole on all devices": {"matrices": P(), "iterated": None},
     "matrices are left to XLA": _MATRICES,
-    "gradients are whole": {"gradients": P()},
     "momentum is whole": {"momentum": P(), "wrong": "no out_shardings"},
     "momentum is whole inside": {"momentum": P()},
     "momentum is cut over layers": {"momentum": P("fsdp"), "wrong": "no out_shardings"},
     "no constraints": _FREE,
     "no constraints, and the batch whole": {**_FREE, "batch": P()},
-    "the residual is whole": {"residual": P()},
     "hidden is cut over its width": {"hidden": P(None, None, "fsdp")},
-    "logits are whole": {"logits": P()},
     "logits are cut over words": {"logits": P(None, None, "fsdp")},
-    "logits are returned": {"told": "logits"},
     # These look wrong.
-    **slips("no out_shardings", "fewer iterations"),
+    **faults("no out_shardings", "fewer iterations", "the batch comes in whole"),
     "kernels are gathered by a constraint": {"kernels": P()},
-    "the batch comes in whole": {"batch": P()},
 }  # fmt: skip
 
 
@@ -328,11 +320,11 @@ _WHOLE_RESULTS: Final = {
     "results": P(None, "data"), "states": P("data"), "logits": P("data", None, "pp"),
 }  # fmt: skip
 _PIPELINE_FAULTS: Final[dict[str, Fault]] = {
-    **slips(
+    **faults(
         "all stages' weights are gathered", "weights are gathered in every tick",
-        "all stages get the activations of all", "activations are sent by a sum",
-        "outputs are summed in every tick", "activations are sent back and forth",
-        "not donated", "no remat",
+        "all stages get the activations of all", "activations are sent by a sum", "outputs are summed in every tick",
+        "activations are sent back and forth", "not donated", "no remat", "gradients are whole",
+        "logits are returned",
     ),
     **{
         name: {"wrong": name, **_WHOLE_RESULTS}
@@ -341,17 +333,14 @@ _PIPELINE_FAULTS: Final[dict[str, Fault]] = {
     "layers are planned to be whole": {"rules": [("layers", P())]},
     "layers are cut by data": {"rules": [("layers", P("data"))]},
     "layers are cut over their width": {"rules": [("layers", P(None, "pp"))]},
-    "gradients are whole": {"gradients": P()},
     "the batch is whole in the pipeline": {"residual": P()},
     "logits are whole": {
         **_WHOLE_RESULTS, "wrong": "outputs are summed over the stages",
         **dict.fromkeys(("states", "logits"), P()),
     },
-    "logits are returned": {"told": "logits"},
     "states are returned": {"told": "states"},
     # These look wrong.
-    **slips("no out_shardings"),
-    "the batch comes in whole": {"batch": P()},
+    **faults("no out_shardings", "the batch comes in whole"),
 }  # fmt: skip
 
 STEPS: Final = (

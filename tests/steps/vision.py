@@ -15,11 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from tests.steps.blocks import rms_norm
-from tests.steps.model import Case, Fault, Model, slips
+from tests.steps.model import Case, Fault, Model, faults
 from tests.steps.score import Step
-
-__all__ = ["STEPS"]
-
 
 # A diffusion U-Net
 
@@ -141,7 +138,10 @@ _DIFFUSION: Final = Model(
 )
 _UNET_FREE: Final = dict.fromkeys(("inner", "outer", "keys", "skip"))
 _UNET_FAULTS: Final[dict[str, Fault]] = {
-    **slips("gradients are clipped as one vector", "not donated", "no remat"),
+    **faults(
+        "gradients are clipped as one vector", "not donated", "no remat", "gradients are constrained to be whole",
+        "moments are constrained to be whole",
+    ),
     "no constraints": _UNET_FREE,
     "no constraints, and the batch whole": {**_UNET_FREE, "batch": P(), "noise": None},
     "kernels as they are cut": {"columns": None, "rows": None},
@@ -157,15 +157,12 @@ _UNET_FAULTS: Final[dict[str, Fault]] = {
     },
     "keys and values are whole over the batch": {"keys": P(None, None, "tp")},
     "the error is gathered": {"error": P()},
-    "gradients are constrained to be whole": {"gradients": P()},
     "averages are constrained to be whole": {"averages": P(), "wrong": "no out_shardings"},
-    "moments are constrained to be whole": {"moments": P(), "wrong": "no out_shardings"},
     "channels are shuffled across the skip": {
         "wrong": "channels are shuffled across the skip", "outer": _CHANNELS,
     },
     # These look wrong.
-    **slips("groups of a norm across tp"),
-    "noise is whole": {"noise": P()},
+    **faults("groups of a norm across tp", "noise is whole"),
     "predictions are returned": {"told": "predictions"},
     "the images come in whole": {"batch": P()},
     "a norm of all gradients": {"told": "norm"},
@@ -256,9 +253,10 @@ _CLASSIFIER: Final = Model(
 )
 _VIT_FREE: Final = dict.fromkeys(("tokens", "heads", "joined", "logits"))
 _VIT_FAULTS: Final[dict[str, Fault]] = {
-    **slips(
-        "averages come in whole", "averages come out in another dtype",
-        "gradients are clipped as one vector", "not donated", "no remat",
+    **faults(
+        "averages come in whole", "averages come out in another dtype", "gradients are clipped as one vector",
+        "not donated", "no remat", "heads are whole", "gradients are constrained to be whole",
+        "moments are constrained to be whole", "states of each layer are returned", "the batch comes in whole",
     ),
     "no constraints": _VIT_FREE,
     "no constraints, and the batch whole": {**_VIT_FREE, "batch": P()},
@@ -266,16 +264,11 @@ _VIT_FAULTS: Final[dict[str, Fault]] = {
     "tokens are cut over their width": {"tokens": P(None, None, "data")},
     "tokens with the class token are whole": {"joined": P()},
     "heads are cut instead of the batch": {"heads": P(None, None, "data")},
-    "heads are whole": {"heads": P()},
     "averages come out whole": {"averages": P(), "wrong": "no out_shardings"},
-    "gradients are constrained to be whole": {"gradients": P()},
-    "moments are constrained to be whole": {"moments": P(), "wrong": "no out_shardings"},
     "averages are evaluated in the same step": {"told": "evaluation"},
     "layers are planned whole": {"rules": [("layers", P())]},
-    "states of each layer are returned": {"told": "states"},
-    "the batch comes in whole": {"batch": P()},
     # These look wrong.
-    **slips("mixup with the reversed batch", "mixup within each device"),
+    **faults("mixup with the reversed batch", "mixup within each device"),
     "the head as it is cut": {"head": None},
     "logits are gathered": {"logits": P()},
     "layers are cut over another dimension": {"rules": [("layers/.*kernel", P(None, None, "data"))]},
@@ -422,13 +415,13 @@ _UNDER_MUON: Final = Model(
     in_context=True,
 )
 _MUON_FAULTS: Final[dict[str, Fault]] = {
-    **slips(
-        "matrices are resharded in float32", "matrices are orthogonalised in turn",
-        "sums over tp are computed again", "images are mixed across the batch", "no remat",
-        "moments come in whole", "averages come in whole", "not donated",
+    **faults(
+        "matrices are resharded in float32", "matrices are orthogonalised in turn", "sums over tp are computed again",
+        "images are mixed across the batch", "no remat", "moments come in whole", "averages come in whole",
+        "not donated", "states of each layer are returned", "kernels are gathered over tp", "the residual is whole",
+        "hidden is whole over the batch", "logits are whole", "the batch comes in whole",
     ),
     "matrices are resharded at once": {"half": None},
-    "states of each layer are returned": {"told": "states"},
     "gathered logits are returned": {"told": "gathered"},
     "no constraints": dict.fromkeys(
         ("residual", "heads", "hidden", "logits", "stacks", "pooled", "half")
@@ -439,25 +432,18 @@ _MUON_FAULTS: Final[dict[str, Fault]] = {
     "updates are gathered": {"updates": P()},
     "averages are whole where they are computed": {"old averages": P()},
     "gradients are constrained to be whole": {"whole gradients": P()},
-    "kernels are gathered over tp": {"kernels": P()},
-    "the residual is whole": {"residual": P()},
     "the residual is cut over features": {"residual": P("fsdp", None, "tp")},
     "heads are whole over tp": {"heads": P(None, "fsdp")},
     "heads are cut over tokens": {"heads": P(None, "fsdp", "tp")},
-    "hidden is whole over the batch": {"hidden": P(None, None, "tp")},
     "hidden is whole over tp": {"hidden": P("fsdp")},
-    "logits are whole": {"logits": P()},
     "blocks are planned over layers": {"rules": [("qkv|/o$|up|down", P(("fsdp", "tp")))]},
     "the second kernel is planned as the first": {"rules": [("down", P(None, "fsdp", "tp"))]},
     "kernels are planned to be whole": {"rules": [("qkv|/o$|up|down", P())]},
     "kernels are whole over fsdp": {
         "rules": [("qkv", P(None, None, None, "tp")), ("up", P(None, None, "tp")), ("/o$|down", P(None, "tp"))],
     },
-    "the batch comes in whole": {"batch": P()},
     # These look wrong.
-    **slips("no out_shardings"),
-    "noise is whole": {"noise": P()},
-    "logits are returned": {"told": "logits"},
+    **faults("no out_shardings", "noise is whole", "logits are returned"),
 }  # fmt: skip
 
 STEPS: Final = (
