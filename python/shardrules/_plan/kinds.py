@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
@@ -332,25 +331,14 @@ def _coverage_of_names(
     rules: Iterable[tuple[Any, Any]], kinds: Iterable[Kind], counts: Iterable[int]
 ) -> Coverage:
     """Count, per rule, the leaves with its name, and those of which it decides a dimension."""
-    pairs = tuple(rules)
-    of_name: dict[Any, list[int]] = defaultdict(list)
-    for index, (name, _) in enumerate(pairs):
-        of_name[name].append(index)
-    matched, won = [0] * len(pairs), [0] * len(pairs)
-    lost: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    unmatched = 0
+    of_rules = [name for name, _ in rules]
+    matched, won, unmatched = [0] * len(of_rules), [0] * len(of_rules), 0
     for kind, count in zip(kinds, counts, strict=True):
-        names = kind.names or ()
-        if not any(name in of_name for name in names):
-            unmatched += count
-        for name in dict.fromkeys(names):
-            for rule in of_name.get(name, ()):
-                matched[rule] += count
-        for winner in set(kind.dim_rules) - {None}:
+        names = {*(kind.names or ())}
+        matching = [rule for rule, name in enumerate(of_rules) if name in names]
+        unmatched += 0 if matching else count
+        for rule in matching:
+            matched[rule] += count
+        for winner in {*kind.dim_rules} - {None}:
             won[winner] += count  # type: ignore[index]
-        for loser in kind.lost_rules:
-            if loser.why == "dim taken" and loser.to is not None:
-                lost[loser.rule][loser.to] += count
-    return Coverage(
-        tuple(matched), tuple(won), unmatched, {rule: dict(by) for rule, by in lost.items()}
-    )
+    return Coverage(tuple(matched), tuple(won), unmatched, {})

@@ -287,8 +287,8 @@ class Plan(Decider):
         said = axes_said(state, leaves.tree)
         if all(leaf.shape is None for leaf in leaves.types):
             check_arrays("state", state)
-        with_parameters = find_parameters(self._leaves, leaves, said)
-        on_mesh = partial(put_state, self, with_parameters, zero1, memory_kind)
+        followed = find_parameters(self._leaves, leaves, said)
+        on_mesh = partial(put_state, self, leaves, followed, zero1=zero1, memory_kind=memory_kind)
         return Plan._of(on_mesh, self._mesh, self._declared)
 
     def check(

@@ -71,28 +71,23 @@ def with_companions(leaves: Leaves, rules: Rules, companions: tuple[Companion, .
     sources = list(leaves.paths)
     for row, chain in links.items():
         # The last base counts, or else the one before it.
-        for end in range(len(chain), 0, -1):
-            base = chain[end - 1].base
-            if (rule := rule_of[base]) != UNMATCHED:
-                decided[row] = rule, tuple(link.step for link in chain[:end])
-                sources[row] = base
-                break
+        ends = range(len(chain), 0, -1)
+        if end := next((end for end in ends if rule_of[chain[end - 1].base] != UNMATCHED), 0):
+            sources[row] = chain[end - 1].base
+            decided[row] = rule_of[sources[row]], tuple([link.step for link in chain[:end]])
     keys, kind_of = grouped(
         (kind, *decided.get(row, none)) for row, kind in enumerate(leaves.kind_of.tolist())
     )
-    types = [
-        _following(leaves.types[kind], rule, steps, rules.min_size) if steps else leaves.types[kind]
-        for kind, rule, steps in keys
-    ]
+    types = []
+    for kind, rule, steps in keys:
+        leaf = leaves.types[kind]
+        if steps:  # unless it is too small for any rule
+            is_small = rule >= 0 and prod(leaf.shape or ()) < rules.min_size
+            leaf = leaf._replace(rule=NO_RULE_NEEDED if is_small else rule, steps=steps)
+        types.append(leaf)
     return replace(
         leaves, sources=sources, kind_of=kind_of, types=types, companions=companions, links=links
     )
-
-
-def _following(leaf: LeafType, rule: int, steps: tuple[DimStep, ...], min_size: int) -> LeafType:
-    """Return the leaf with its base's rule, unless it is too small for any."""
-    is_small = rule >= 0 and prod(leaf.shape or ()) < min_size
-    return leaf._replace(rule=NO_RULE_NEEDED if is_small else rule, steps=steps)
 
 
 class _Place(NamedTuple):

@@ -54,24 +54,25 @@ _NONE: Final = -1
 """In the place of a parameter's row or kind."""
 
 
-class StateLeaves(NamedTuple):
-    """Leaves of a state, with the parameters that they belong to by path."""
+class Followed(NamedTuple):
+    """What a leaf of a state follows."""
 
-    leaves: Leaves
-    rows: list[int]
-    """For each leaf, the row of its parameter, or _NONE."""
-    factors: list[int | None]
-    """For each leaf, the value of `_FACTORS` that its path names, or None."""
-    own_axes: list[tuple[Any, ...] | None]
-    """For each leaf, what it says itself of its dimensions, if its parameter says otherwise."""
+    row: int
+    """The row of its parameter, or _NONE."""
+    factor: int | None
+    """The value of `_FACTORS` that its path names, or None."""
+    own: tuple[Any, ...] | None
+    """What it says itself of its dimensions, if its parameter says otherwise."""
 
 
 def put_state(
     params: Plan,
-    state: StateLeaves,
+    leaves: Leaves,
+    followed: list[Followed],
+    mesh: SizedMesh,
+    *,
     zero1: str | None,
     memory_kind: MemoryKind | None,
-    mesh: SizedMesh,
 ) -> tuple[Leaves, list[Kind]]:
     """Put an optimizer's state on the mesh, where its parameters may stand already."""
     if has_devices(mesh.form):
@@ -79,16 +80,18 @@ def put_state(
     params = params._on(mesh)
     if zero1 is not None and zero1 not in params.axis_sizes:
         raise ValueError(f"zero1: the mesh {params.axis_sizes} has no axis {zero1!r}")
-    leaves = state.leaves
     is_state = [False] * len(leaves.paths)
     if zero1 is not None or memory_kind is not None:
         for row in leaves.rows_by_role.optimizer.tolist() or range(len(leaves.paths)):
             is_state[row] = True
     # A row of _NONE is the last, and the kind of it none.
     kind_of_parameter = [*params.kind_of.tolist(), _NONE]
-    parameters = [kind_of_parameter[row] for row in state.rows]
-    columns = (leaves.kind_of.tolist(), parameters, state.factors, state.own_axes, is_state)
-    alike, kind_of = grouped(zip(*columns, strict=True))
+    alike, kind_of = grouped(
+        (number, kind_of_parameter[row], *more, is_in_state)
+        for number, (row, *more), is_in_state in zip(
+            leaves.kind_of.tolist(), followed, is_state, strict=True
+        )
+    )
     kinds = [
         _state_kind(
             leaves.types[number],
@@ -102,8 +105,8 @@ def put_state(
         for number, parameter, factor, own, is_in_state in alike
     ]
     sources = [
-        path if row == _NONE else params.sources[row]
-        for path, row in zip(leaves.paths, state.rows, strict=True)
+        path if each.row == _NONE else params.sources[each.row]
+        for path, each in zip(leaves.paths, followed, strict=True)
     ]
     put = replace(
         leaves,
@@ -118,7 +121,7 @@ def put_state(
 
 def find_parameters(
     params: Leaves, state: Leaves, said: Mapping[int, tuple[Any, ...]]
-) -> StateLeaves:
+) -> list[Followed]:
     """Find the parameters of the leaves of a state, of which some say their axes themselves."""
     check_distinct(params.paths, "a state finds its parameters by their paths")
     separator = params.paths_dialect.separator
@@ -146,7 +149,7 @@ def find_parameters(
         factors.append(None if row == _NONE else _factor_in(prefix))
     if params.paths and all(row == _NONE for row in rows):
         _check_no_moments(params, state)
-    return StateLeaves(state, rows, factors, _own_axes(params, rows, said))
+    return list(map(Followed, rows, factors, _own_axes(params, rows, said)))
 
 
 def _own_axes(
