@@ -87,19 +87,12 @@ class Unit(NamedTuple):
         )
 
     def numbered(self) -> list[Unit]:
-        """Split the unit into one for each of its words with numbers."""
+        """Split the unit into one for each leaf, with the numbers of its path as names."""
         rows: list[int] = self.folded.rows.tolist()
-        texts = "".join(word.before + word.text for word in self.words).split(NUMBER)
-        split = [(word, word.text.split(NUMBER)) for word in self.words]
-        rows_of: dict[Path, list[int]] = defaultdict(list)
-        for row, numbers in _numbers_of_rows(texts, rows, self.paths):
-            rest = iter(numbers)
-            words = tuple(
-                word._replace(text=first + "".join(next(rest) + text for text in others))
-                for word, (first, *others) in split
-            )
-            rows_of[words].append(row)
-        return [self.with_rows(of_words, words) for words, of_words in rows_of.items()]
+        return [
+            self.with_rows([row], tuple(Word(*word) for word in _WORD.findall(self.paths[row])))
+            for row in rows
+        ]
 
 
 def units_of(plan: Plan, head_dim: int | None = None) -> list[Unit]:
@@ -135,8 +128,11 @@ def _with_names_apart(path: Folded, paths: Sequence[str]) -> Iterator[Folded]:
         yield path
         return
     rows_of: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for row, numbers in _numbers_of_rows(parts[::2], path.rows.tolist(), paths):
-        rows_of[tuple(numbers[place // 2] for place in names)].append(row)
+    pattern = re.compile("([0-9]+)".join(map(re.escape, parts[::2])))
+    for row in path.rows.tolist():
+        match = pattern.fullmatch(paths[row])
+        assert match is not None
+        rows_of[tuple(match[place // 2 + 1] for place in names)].append(row)
     for numbers, rows in rows_of.items():
         text_of = dict(zip(names, numbers, strict=True))
         # Numbers of names become text.
@@ -156,16 +152,6 @@ def _is_name(parts: tuple[str, ...], place: int) -> bool:
     words_behind = len(_WORD.findall("".join(parts[place + 1 :])))
     count = sum(len(run) for run in runs_of(parts[place].strip("{}")))
     return is_inside and words_behind <= 1 and count <= _MOST_NUMBERS
-
-
-def _numbers_of_rows(
-    texts: Iterable[str], rows: Iterable[int], paths: Sequence[str]
-) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield each row with the numbers of its path, which stand between these texts."""
-    pattern = re.compile("([0-9]+)".join(map(re.escape, texts)))
-    for row in rows:
-        match = pattern.fullmatch(paths[row])
-        yield row, match.groups() if match else ()
 
 
 def _words_of(folded: Sequence[Folded]) -> list[Path]:
