@@ -66,7 +66,6 @@ BOUNDS = {
     "TOML | 8 |": ("_plan.files.rules", "_MOST_LEVELS", 8),
     "100,000,000 bytes": ("_plan.files.safetensors", "_MOST_HEADER_BYTES", 100_000_000),
     "model | 1,000 |": ("_plan.files.models", "_MOST_LEVELS", 1000),
-    "64 KiB": ("_plan.files.hardware", "_MOST_BYTES", 64 << 10),
     "loaded | 1,000,000 |": ("_checkpoint.targets", "_MOST_PARTS", 1_000_000),
     "name | 9;": ("_checkpoint.names", "_MOST_DIGITS", 9),
     "32 MiB, or": ("_rules.rules", "DEFAULT_MEMORY_BUDGET", 32 << 20),

@@ -185,7 +185,6 @@ HARDWARE = [
     (NODE.replace("989e12", '"fast"'), r"flops_per_second\['BF16'\] is 'fast'"),
     ("[[[", "this is not TOML"),
     (b"\xff\xfe", "UTF-8|not TOML"),
-    ("#" * 70_000, "at most 65.5 kB"),
     ("# nothing", "it has no name, flops_per_second, memory_bytes"),
 ]
 

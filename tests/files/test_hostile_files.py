@@ -18,7 +18,7 @@ import pytest
 
 import shardrules as sr
 from shardrules._base import io as content
-from shardrules._base.io import FileError, memory_within, parse_json, read_bytes
+from shardrules._base.io import FileError, memory_within
 from shardrules._plan.files.hardware import read_hardware
 from shardrules._plan.files.leaves import ArraySpec
 from shardrules._plan.files.models import Arrays, nested_dicts, read_arrays
@@ -103,19 +103,10 @@ BOMBS = {
     "sparse.json": (sparse(3 << 30), LARGE),
     "zeros.json": (sparse(250 * MIB), "line 1, column 1: this is not JSON"),
     "fraction.json": (plain((b"[0.", 1), (b"9", 10_000_000), (b"]", 1)), "which lists no arrays"),
-    "name.json": (
-        plain((b'{"params":[["', 1), (b"a", 5_000_000), (b'",[1],"F99"]]}', 1)), "unknown dtype 'F99'",
-    ),
-    "shape.json": (
-        plain((b'{"params":[["a",[2', 1), (b",2", 2_000_000), (b'],"F32"]]}', 1)),
-        "has more than 2**63 - 1 elements",
-    ),
-    "lists.safetensors": (
-        lambda path: path.write_bytes(header_file(b'{"a":[' + b"[]," * 30_000_000 + b"1]}")), LARGE,
-    ),
-    "sparse.safetensors": (
-        sparse(3 << 30, (100_000_000).to_bytes(8, "little") + b"{}"), "this is not JSON",
-    ),
+    "name.json": (plain((b'{"params":[["', 1), (b"a", 5_000_000), (b'",[1],"F99"]]}', 1)), "unknown dtype 'F99'"),
+    "shape.json": (plain((b'{"params":[["a",[2', 1), (b",2", 2_000_000), (b'],"F32"]]}', 1)), "more than 2**63 - 1 elements"),
+    "lists.safetensors": (lambda path: path.write_bytes(header_file(b'{"a":[' + b"[]," * 30_000_000 + b"1]}")), LARGE),
+    "sparse.safetensors": (sparse(3 << 30, (100_000_000).to_bytes(8, "little") + b"{}"), "this is not JSON"),
     "key.toml": (plain(KEY, (b"a=1", 1)), LEVELS),
     "table.toml": (plain((b"[", 1), KEY, (b"a]", 1)), LEVELS),
     "quoted key.toml": (plain((b'"a" . ', 20_000), (b"a=1", 1)), LEVELS),
@@ -128,23 +119,13 @@ BOMBS = {
     "quotes.toml": (plain((b'x="', 1), (b'\\"', 500_000)), "this is not TOML: Unterminated string"),
     "long.toml": (plain((b"#\n", 600_000)), "reading this file of 1.20 MB takes more than 537 MB"),
     "nested.toml": (plain((b"x=", 1), (b"{a=", 300_000)), "the TOML is nested too deeply"),
-    "pattern.json": (
-        plain((b'[["', 1), (b"a", 5_000_000), (b'",[]]]', 1)),
-        "rule 0: the pattern has 5,000,000 characters, and at most 100,000 are allowed; make several",
-    ),
-    "replicated.json": (
-        plain((b'{"rules":[],"replicated":["', 1), (b"a", 5_000_000), (b'"]}', 1)),
-        "replicated[0]: the pattern has 5,000,000 characters",
-    ),
-    "many rules.json": (
-        plain((b"[", 1), (b'["abc",[]],', 1_000_000), (b'["abc",[]]]', 1)), "reading this file of 11.0 MB takes",
-    ),
+    "pattern.json": (plain((b'[["', 1), (b"a", 5_000_000), (b'",[]]]', 1)), "rule 0: the pattern has 5,000,000 characters"),
+    "replicated.json": (plain((b'{"rules":[],"replicated":["', 1), (b"a", 5_000_000), (b'"]}', 1)), "replicated[0]: the pattern has 5"),
+    "many rules.json": (plain((b"[", 1), (b'["abc",[]],', 1_000_000), (b'["abc",[]]]', 1)), "reading this file of 11.0 MB takes"),
     "unread rules.toml": (sparse(400 * MIB), LARGE),
     "unread rules.yml": (sparse(400 * MIB), LARGE),
     "unread rules.json.gz": (packed((b" ", 300_000_000), (b"[]", 1)), LARGE),
-    "unread hardware.toml": (
-        sparse(400 * MIB), "a device's figures take at most 65.5 kB, and it has more",
-    ),
+    "unread hardware.toml": (sparse(400 * MIB), LARGE),
 }  # fmt: skip
 RULES = re.compile("toml|yml|rules|pattern|flags|replicated")
 SLOW = {"zeros.json", "tables.toml"}
@@ -194,20 +175,6 @@ def test_a_manifest_of_a_million_arrays_is_read(tmp_path):
     path.write_text(json.dumps({"params": rows}))
     said, _ = read_alone("arrays", path)
     assert said == "read 1000000"
-
-
-def test_more_memory_can_be_allowed(tmp_path):
-    path = tmp_path / "m.json"
-    path.write_text(json.dumps({"params": [["a", [2], "F32"]] * 1}) + " " * 2_000_000)
-    with memory_within(10**6), pytest.raises(FileError, match="of 2.00 MB takes more than 1.00 MB"):
-        read_bytes(path)
-    with memory_within(3 * 10**6):
-        assert parse_json(path, read_bytes(path))
-    toml = tmp_path / "r.toml"
-    toml.write_text("rules = []\n" + "#\n" * 600_000)
-    assert "takes more than 537 MB" in message(read_rule_source, toml)
-    with memory_within(10**9):
-        assert len(read_rule_source(str(toml)).rules) == 0
 
 
 @pytest.mark.parametrize("words", ["plan M", "check M", "explain M a", "sweep M", "diff M M"])

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import MISSING, fields
-from typing import Final
 
 from shardrules._base.arguments import check_type
 from shardrules._base.hardware import Hardware
-from shardrules._base.io import FileError, opened, path_of
-from shardrules._base.text import bytes_shown
+from shardrules._base.io import path_of, read_bytes
 from shardrules._plan.codec import check_keys, naming
-from shardrules._plan.files.rules import parse_toml
-
-_MOST_BYTES: Final = 1 << 16
+from shardrules._plan.files.rules import BYTES_OF_TOML, parse_toml
 
 
 def read_hardware(path: str | os.PathLike[str]) -> Hardware:
@@ -44,14 +40,7 @@ def read_hardware(path: str | os.PathLike[str]) -> Hardware:
     """
     check_type("path", path, str | os.PathLike, "the path of a file")
     file = path_of(path)
-    with opened(file) as content:
-        data = content.read(_MOST_BYTES + 1) or b""
-    if len(data) > _MOST_BYTES:
-        raise FileError(
-            f"{file}: a device's figures take at most {bytes_shown(_MOST_BYTES)}, and it has more; "
-            "give another file"
-        )
-    table = parse_toml(file, data)
+    table = parse_toml(file, read_bytes(file, BYTES_OF_TOML))
     needed = {field.name: field.default is MISSING for field in fields(Hardware)}
     with naming(file):
         check_keys("", table, needed)

@@ -128,10 +128,12 @@ MAXTEXT_KEY: Final = "logical_axis_rules"
 _STACK: Final = ("at", "layer", "axis", "mesh_axis")
 _EXAMPLE: Final = '{"rules": [["kernel", ["fsdp", "tp"]], ...]}, or [[rules]] tables in TOML'
 YAML: Final = (".yml", ".yaml")
-# Maximum bytes of memory per byte of a file: for the program of all patterns, and for the name of a
-# table in `tomllib`; in PyYAML, a list of empty lists.
+BYTES_OF_TOML: Final = 512
+"""Maximum bytes of memory per byte of a file: for the program of all patterns, and for the name of
+a table in `tomllib`."""
+# In PyYAML, a list of empty lists takes most.
 _PARSERS: Final[Mapping[str, tuple[Any, int]]] = {
-    ".toml": (parse_toml, 512),
+    ".toml": (parse_toml, BYTES_OF_TOML),
     **dict.fromkeys(YAML, (parse_yaml, 2048)),
 }
 _JSON: Final = (parse_json, 64)
