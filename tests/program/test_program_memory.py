@@ -32,8 +32,9 @@ def layers(*, recompute=False, rows=2048, moments=0):
         return x + h @ w, None
 
     def loss(params, x):
-        body = jax.checkpoint(layer) if recompute else layer
-        return (jax.lax.scan(body, x, params["w"])[0] ** 2).mean()
+        body = jax.checkpoint(layer) if recompute is True else layer
+        last = jax.checkpoint(jnp.tanh) if recompute == "the last" else jnp.tanh
+        return (last(jax.lax.scan(body, x, params["w"])[0]) ** 2).mean()
 
     def step(params, x, *moments):
         params = jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params, x))
@@ -115,8 +116,9 @@ class TestRemat:
     def findings(self, compiled, **options):
         return [row for row in sr.verify(compiled, (PLAN, ROWS), PLAN, **options) if row.kind == "remat"]
 
-    def test_activations_that_are_most_of_the_memory_are_told(self):
-        (finding,) = self.findings(compile_layers(), large=2**20)
+    @pytest.mark.parametrize("recompute", [False, "the last"])
+    def test_activations_that_are_most_of_the_memory_are_told(self, recompute):
+        (finding,) = self.findings(compile_layers(recompute=recompute), large=2**20)
         assert finding.level == "info"
         assert "jax.checkpoint" in finding.fix
         assert f"at {sr.types.Place(__file__, 1)}"[:-2] in finding.message
@@ -169,3 +171,31 @@ def test_a_fusion_that_ends_in_a_cast_is_not_named_by_what_it_reads():
     values = Values(Hlo(CAST))
     row = Alive(*values.of("main", "fusion"), 2**13)
     assert DeviceArrays(values).buffer(row, lambda _: None).what == "jit(f)/tanh"
+
+
+LASTING = """\
+HloModule m, input_output_alias={ {0}: (0, {}, may-alias) }
+
+ENTRY %main (a: f32[16], h: f32[64]) -> (f32[16], f32[2]) {
+  %a = f32[16]{0} parameter(0)
+  %h = f32[64]{0:S(5)} parameter(1)
+  %i = s32[] constant(0)
+  %zeros = f32[16]{0} broadcast(%i), dimensions={}, metadata={op_name="jit(f)/jvp()/zeros"}
+  %part = f32[4]{0} slice(%a), slice={[0:4]}, metadata={op_name="jit(f)/jvp()/part"}
+  %kept = f32[16]{0} dynamic-update-slice(%zeros, %part, %i), metadata={op_name="jit(f)/jvp()/update"}
+  %next = f32[16]{0} multiply(%kept, %zeros), metadata={op_name="jit(f)/transpose(jvp())/mul"}
+  %out = f32[2]{0} slice(%next), slice={[0:2]}
+  ROOT %t = (f32[16]{0}, f32[2]{0}) tuple(%next, %out)
+}
+"""
+
+
+def test_arrays_that_last():
+    """Neither what is in the memory of an argument or of the host, nor what is computed again."""
+    values = Values(Hlo(LASTING))
+    arrays, rows = DeviceArrays(values), {}
+    for row in arrays.lasting():
+        rows[values.lines[row.node].name] = (row.bytes, row.is_output, arrays.buffer(row, lambda _: None).what)
+    update = (64, False, "jit(f)/jvp()/part")  # by what is written
+    assert rows == {"a": (64, False, "a"), "kept": update, "out": (8, True, "output")}
+    assert [arrays.is_saved(*values.of("main", name)) for name in ("zeros", "part", "kept")] == [True, False, True]

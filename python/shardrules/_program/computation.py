@@ -178,7 +178,8 @@ def parsed(line: str) -> Instruction:
 
 def _instruction(line: re.Match[str]) -> Instruction:
     name, type_, opcode, literal, attributes = line.groups()
-    return Instruction(name, type_, opcode, literal, attributes, NAME.findall(literal))
+    operands = NAME.findall(literal) if "%" in literal else ()
+    return Instruction(name, type_, opcode, literal, attributes, operands)
 
 
 def with_whole_lines(text: str) -> str:
