@@ -187,6 +187,47 @@ def test_bits_of_an_element(dtype, bits):
     assert Shape(dtype, (3,)).bytes == -(-3 * bits // 8)
 
 
+LOOP = """\
+HloModule loop, num_partitions=8
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], f32[8]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[8]{0} get-tuple-element(%p), index=1
+  %step = s32[] constant(STEP)
+  %next = s32[] add(%step, %i)
+  %sum = f32[8]{0} all-reduce(%x), replica_groups={}, to_apply=%add
+  ROOT %t = (s32[], f32[8]{0}) tuple(%next, %sum)
+}
+
+%condition (q: (s32[], f32[8])) -> pred[] {
+  %q = (s32[], f32[8]{0}) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %bound = s32[] constant(BOUND)
+  ROOT %test = pred[] compare(%j, %bound), direction=LT
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %begin = s32[] constant(BEGIN)
+  %in = (s32[], f32[8]{0}) tuple(%begin, %x)
+  %loop = (s32[], f32[8]{0}) while(%in), condition=%condition, body=%body
+  ROOT %out = f32[8]{0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("begin", "bound", "step", "direction", "trips"),
+    [(0, 7, 1, "LT", 7), (2, 7, 2, "LT", 3), (9, 7, 1, "LT", 0), (0, 7, -1, "LT", None), (0, 7, 1, "GE", None)],
+)
+def test_trips_of_a_loop_without_a_count(begin, bound, step, direction, trips):
+    """As XLA for TPUs writes it."""
+    text = LOOP.replace("BEGIN", str(begin)).replace("BOUND", str(bound)).replace("STEP", str(step))
+    (op,) = Hlo(text.replace("=LT", f"={direction}")).collectives
+    assert op.times == trips
+
+
 def hostile(groups="{}", more="", head="num_partitions=8", before="", type_="f32[8]{0}"):
     return (
         f"HloModule m, {head}\n\n{before}ENTRY %main (p: f32[8]) -> f32[8] {{\n"
