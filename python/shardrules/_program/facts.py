@@ -466,7 +466,7 @@ _PARTS: Final = frozenset({"all-to-all", "ragged-all-to-all", "reduce-scatter"})
 
 
 def _moved(opcode: str, labels: _Labels, groups: Sequence[Sequence[int]]) -> _Labels:
-    """Label what devices have behind a collective; a sum is alike whatever the order of a group."""
+    """Label what devices have behind a collective."""
     moved, places = np.full_like(labels, -1), np.zeros_like(labels)
     if opcode == "collective-permute":
         for source, target in groups:
@@ -474,8 +474,7 @@ def _moved(opcode: str, labels: _Labels, groups: Sequence[Sequence[int]]) -> _La
         return moved  # those that get nothing have zeros
     number_of: dict[tuple[int, ...], int] = {}
     for group in groups:
-        members = labels[list(group)].tolist()
-        key = tuple(sorted(members) if opcode == "all-reduce" else members)
-        moved[list(group)] = number_of.setdefault(key, len(number_of))
+        members = tuple(labels[list(group)].tolist())
+        moved[list(group)] = number_of.setdefault(members, len(number_of))
         places[list(group)] = range(len(group))
     return _numbered(np.stack([moved, places], 1)) if opcode in _PARTS else moved
