@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from functools import partial
 
@@ -20,6 +21,10 @@ SIZES = {"fsdp": 4, "tp": 2}
 
 def shape(*sizes, dtype="float32", **sharding):
     return jax.ShapeDtypeStruct(sizes, dtype, **sharding)
+
+
+OTHERS = [Mesh(np.array(jax.devices()[:n]), ("fsdp",)) for n in (8, 4)]
+CUT = [shape(64, 128, sharding=NamedSharding(mesh, P("fsdp"))) for mesh in OTHERS]
 
 
 def roles(step):
@@ -51,21 +56,8 @@ def decoder(params, tokens, kv_heads=2, size=4):
     return x @ params["head"]
 
 
-def decoder_params(layers=2, width=48, heads=6, kv_heads=2, size=4, hidden=96, words=80):
-    stack = partial(shape, layers)
-    return {
-        "embed": shape(words, width),
-        "head": shape(width, words),
-        "layers": {
-            "q": stack(width, heads * size),
-            "k": stack(width, kv_heads * size),
-            "v": stack(width, kv_heads * size),
-            "o": stack(heads * size, width),
-            "gate": stack(width, hidden),
-            "up": stack(width, hidden),
-            "down": stack(hidden, width),
-        },
-    }
+STACKS = {"q": (48, 24), "k": (48, 8), "v": (48, 8), "o": (24, 48), "gate": (48, 96), "up": (48, 96), "down": (96, 48)}
+DECODER = {"embed": shape(80, 48), "head": shape(48, 80), "layers": {n: shape(2, *s) for n, s in STACKS.items()}}
 
 
 def train(params, tokens):
@@ -78,14 +70,17 @@ def train(params, tokens):
 
 
 def test_roles_of_a_decoder_come_from_what_it_does():
-    step = sr.trace(jax.jit(train), decoder_params(), shape(8, 17, dtype="int32"))
+    """And not from names: of the leaves without theirs they are the same."""
+    leaves, treedef = jax.tree.flatten(DECODER)
+    tokens, unnamed = shape(8, 17, dtype="int32"), lambda leaves, tokens: train(treedef.unflatten(leaves), tokens)
+    step, other = sr.trace(jax.jit(train), DECODER, tokens), sr.trace(unnamed, leaves, tokens)
+    counts, others = ([(r.role, r.size, len(r.arrays)) for r in s.dimensions] for s in (step, other))
+    assert sorted(counts) == sorted(others)
     named = roles(step)
     for path, expected in {
-        "0/embed": ["vocabulary", "model width"],
-        "0/head": ["model width", "vocabulary"],
-        "0/layers/gate": ["layers", "model width", "hidden"],
-        "1": ["batch", "sequence"],
-    }.items():
+        "0/embed": ["vocabulary", "model width"], "0/head": ["model width", "vocabulary"],
+        "0/layers/gate": ["layers", "model width", "hidden"], "1": ["batch", "sequence"],
+    }.items():  # fmt: skip
         assert [named[f"inputs/{path}", dim] for dim in range(len(expected))] == expected
     # 24 outputs of q are 2 x 3 x 4: split by a reshape, and named by attention.
     for name in "qo":
@@ -121,18 +116,6 @@ def test_heads_in_code_by_device_are_heads():
     assert whole[0] == ["model width", "heads", "head size"]
 
 
-def test_names_do_not_matter():
-    """The same roles if nothing is called by what it is."""
-    params, tokens = decoder_params(), shape(8, 17, dtype="int32")
-    leaves, treedef = jax.tree.flatten(params)
-    unnamed = sr.trace(lambda leaves, tokens: train(treedef.unflatten(leaves), tokens), leaves, tokens)
-    counts = [
-        sorted((row.role, row.size, len(row.arrays)) for row in step.dimensions)
-        for step in (sr.trace(train, params, tokens), unnamed)
-    ]
-    assert counts[0] == counts[1]
-
-
 def test_experts_are_those_that_kernels_are_apart_for():
     def moe(params, x):
         chances = jax.nn.softmax(x @ params["a"])
@@ -160,14 +143,10 @@ def test_states_follow_their_parameters_by_flow():
 
 
 def test_rows_of_the_gradients_of_experts_are_the_batch():
-    def loss(params, x, sizes):
-        return jnp.sum(lax.ragged_dot(x, params["up"], sizes) ** 2)
-
-    sizes = shape(8, dtype="int32")
-    step = sr.trace(jax.grad(loss), {"up": shape(8, 32, 24)}, shape(64, 32), sizes)
-    named = roles(step)
-    assert named["inputs/0/up", 0] == named["inputs/2", 0] == "experts"
-    assert named["inputs/1", 0] == "batch"
+    loss = lambda params, x, sizes: jnp.sum(lax.ragged_dot(x, params["up"], sizes) ** 2)  # noqa: E731
+    args = {"up": shape(8, 32, 24)}, shape(64, 32), shape(8, dtype="int32")
+    named = roles(sr.trace(jax.grad(loss), *args))
+    assert [named[key] for key in (("inputs/0/up", 0), ("inputs/2", 0), ("inputs/1", 0))] == ["experts"] * 2 + ["batch"]
 
 
 # Arithmetic
@@ -186,9 +165,7 @@ def by_platform(x):
 
 
 def by_device(a, b):
-    mesh = Mesh(np.array(jax.devices()[:8]), ("x",))
-    specs = {"in_specs": (P("x"), P()), "out_specs": P("x")}
-    return jax.shard_map(lambda a, b: a @ b, mesh=mesh, **specs)(a, b)
+    return jax.shard_map(jnp.matmul, mesh=OTHERS[0], in_specs=(P("fsdp"), P()), out_specs=P("fsdp"))(a, b)
 
 
 batched = jax.custom_batching.custom_vmap(lambda w, x: x @ w)
@@ -196,7 +173,7 @@ batched.def_vmap(lambda size, cut, w, x: (x @ w, True))
 
 
 def with_a_line_of_debugging(x):
-    lax.with_sharding_constraint(x @ x, NamedSharding(jax.make_mesh((1,), ("x",)), P()))
+    lax.with_sharding_constraint(x @ x, NamedSharding(OTHERS[0], P()))
     return x * 2
 
 
@@ -223,13 +200,8 @@ def test_products_are_counted(step, args, flops):
 
 
 def test_passes_are_told_apart():
-    def loss(p, x):
-        def layer(x, w):
-            return jnp.tanh(x @ w), None
-
-        return jnp.sum(lax.scan(jax.checkpoint(layer), x, p)[0])
-
-    step = sr.trace(jax.grad(loss), shape(5, 16, 16), shape(8, 16))
+    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+    step = sr.trace(jax.grad(lambda p, x: jnp.sum(lax.scan(layer, x, p)[0])), shape(5, 16, 16), shape(8, 16))
     products = Counter()
     for row in step.work:
         products[row.part] += row.flops * (row.operation == "dot_general")
@@ -244,8 +216,7 @@ def test_what_is_not_modelled_is_named():
 
     callback, loop = sr.trace(step, shape(8)).unmodelled
     assert callback == "pure_callback (1 times)"
-    assert "test_step.py" in loop
-    assert "a loop whose length is not known" in loop
+    assert re.search(r"test_step.py:\d+: a loop whose length is not known", loop)
 
 
 def test_a_kernel_counts_by_what_it_estimates():
@@ -285,6 +256,7 @@ def plan_on(sizes):
         (lambda p, s: sr.trace(3), TypeError, "step is 3 .*give the function"),
         (lambda p, s: sr.trace(lambda x: 1 / 0, 1.0), ZeroDivisionError, "division"),
         (lambda p, s: sr.trace(up, p, plan_on({"fsdp": 8, "tp": 1})), ValueError, "several meshes"),
+        (lambda p, s: sr.trace(jnp.add, *CUT), ValueError, "the arguments have several meshes: fsdp=8; fsdp=4"),
     ],
 )
 def test_what_cannot_be_answered_is_told(call, error, text):
@@ -294,9 +266,4 @@ def test_what_cannot_be_answered_is_told(call, error, text):
 
 
 def test_without_a_plan_the_mesh_is_that_of_the_arguments():
-    mesh, other = (Mesh(np.array(jax.devices()[:n]), ("fsdp",)) for n in (8, 4))
-    cut = [shape(64, 128, sharding=NamedSharding(m, P("fsdp"))) for m in (mesh, other)]
-    x = shape(16, 64, sharding=NamedSharding(mesh, P("fsdp")))
-    assert dict(sr.trace(lambda w, x: x @ w, cut[0], x).mesh.shape) == {"fsdp": 8}
-    with pytest.raises(ValueError, match="the arguments have several meshes: fsdp=4; fsdp=8"):
-        sr.trace(lambda w, x: x @ w, cut[1], x)
+    assert dict(sr.trace(jnp.add, CUT[0], CUT[0]).mesh.shape) == {"fsdp": 8}

@@ -221,16 +221,19 @@ class Equations:
         if result is not None:
             self.dims.unite_all(self.values[number].dims, self.values[result].dims)
 
-    def _scan(self, eqn: Any, numbers: list[int], site: Site) -> TracedOperation:
-        """Read a scan: what it carries, and what it slices and stacks along one dimension."""
-        params = eqn.params
-        closed, (consts, carries) = params["jaxpr"], scan_counts(params)
-        invars = open_jaxpr(closed).invars
-        stacked = consts + carries
-        length = self.dims.new(params["length"])
-        carried = self._like(invars[consts:stacked], numbers[consts:stacked])
-        inside = numbers[:consts] + carried
-        for var, i in zip(invars[stacked:], numbers[stacked:], strict=True):
+    def _loop(self, eqn: Any, numbers: list[int], site: Site) -> TracedOperation:
+        """Read a loop: what it carries, and what a scan slices and stacks along a dimension."""
+        params, is_scan = eqn.params, eqn.primitive.name == "scan"
+        if is_scan:
+            closed, read, (consts, carries) = params["jaxpr"], numbers, scan_counts(params)
+        else:
+            closed, read = params["body_jaxpr"], numbers[params["cond_nconsts"] :]
+            consts, carries = params["body_nconsts"], len(eqn.outvars)
+        invars, stacked = open_jaxpr(closed).invars, consts + carries
+        carried = self._like(invars[consts:stacked], read[consts:stacked])
+        inside, trips = read[:consts] + carried, params["length"] if is_scan else 1
+        length = self.dims.new(trips)
+        for var, i in zip(invars[stacked:], read[stacked:], strict=True):
             dims = self.values[i].dims
             self.dims.unite(dims[0], length)
             inside.append(self._new(var, dims[1:]))
@@ -245,21 +248,7 @@ class Equations:
                 dims = (length, *(inner if result is None else self.values[result].dims))
             outputs.append(self._new(var, dims))
         loop = TracedOperation(eqn, None, [*numbers], outputs, bodies=[body], carries=carries)
-        loop.trips, loop.first = params["length"], consts
-        return loop
-
-    def _while(self, eqn: Any, numbers: list[int], site: Site) -> TracedOperation:
-        params = eqn.params
-        of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
-        begin = of_cond + of_body
-        closed = params["body_jaxpr"]
-        carried = self._like(open_jaxpr(closed).invars[of_body:], numbers[begin:])
-        body = self._body(closed, numbers[of_cond:begin] + carried, (*site, 0))
-        for i, result in zip(carried, body.outputs, strict=True):
-            self._unite(i, result)
-        outputs = self._like(eqn.outvars, carried)
-        loop = TracedOperation(eqn, None, [*numbers], outputs, bodies=[body], first=of_body)
-        loop.carries = len(carried)
+        loop.trips, loop.first = trips, consts
         return loop
 
     def _cond(self, eqn: Any, numbers: list[int], site: Site) -> TracedOperation:
@@ -358,8 +347,8 @@ class Equations:
 
 
 _STRUCTURED: Final[dict[str, Callable[..., TracedOperation]]] = {
-    "scan": Equations._scan,
-    "while": Equations._while,
+    "scan": Equations._loop,
+    "while": Equations._loop,
     "cond": Equations._cond,
     "shard_map": Equations._shard_map,
 }

@@ -340,12 +340,12 @@ def _mesh_of(on: Any, args: tuple[Any, ...]) -> Any:
     if on is not None:
         return target_mesh(on, args)
     plans = [arg for arg in args if isinstance(arg, Plan)]
-    meshes = list(dict.fromkeys(meshes_of(plans or args)))
-    if len({tuple(mesh.shape.items()) for mesh in meshes}) > 1:
-        what = "plans among the arguments" if plans else "arguments"
-        texts = "; ".join(mesh_shown(mesh.shape) for mesh in meshes)
-        raise ValueError(f"the {what} have several meshes: {texts}")
-    return meshes[0] if meshes else None
+    meshes: dict[str, Any] = {}
+    for mesh in meshes_of(plans or args):
+        meshes.setdefault(mesh_shown(mesh.shape), mesh)
+    if len(meshes) > 1:
+        raise ValueError(f"the arguments have several meshes: {'; '.join(meshes)}: give on=")
+    return next(iter(meshes.values()), None)
 
 
 ClassRole = Literal[
