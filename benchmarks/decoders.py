@@ -131,6 +131,8 @@ class Decoder:
     """Hidden size of every other layer's MLP, which has no experts."""
     latent: Sequence[int] = ()
     """Of latent attention: ranks of queries and of keys with values, and rotated size."""
+    is_turned: bool = False
+    """Whether heads are rotated by positions."""
     axes: Mapping[str, int] = field(default_factory=dict)
     length: int = 4096
     dtype: str = "float32"
@@ -224,7 +226,7 @@ class Decoder:
             k = jnp.concatenate([k, rotated(of_all)], -1)
         else:
             q, k, v = (jnp.einsum("btd,dhk->bthk", x, w[name]) for name in "qkv")
-            q, k = (rotated(q), rotated(k)) if self.gated and cache is None else (q, k)
+            q, k = (rotated(q), rotated(k)) if self.is_turned else (q, k)
         q, k, v = (
             checkpoint_name(self.cut(a, None, self.tp), name)
             for a, name in zip((q, k, v), "qkv", strict=True)
