@@ -144,9 +144,8 @@ def compiled(models: Mapping[str, Any], run: Run, part: str) -> dict[str, Any]:
 
 def decoder(models: Mapping[str, Any], run: Run) -> Decoder:
     """Return the decoder of a run, on its mesh."""
-    step = Decoder(
-        **models[run["model"]], axes=run["mesh"], length=run["length"], saved=run["saved"]
-    )
+    sizes = models[run["model"]] | {"is_turned": models[run["model"]].get("gated", True)}
+    step = Decoder(**sizes, axes=run["mesh"], length=run["length"], saved=run["saved"])
     object.__setattr__(step, "attend", partial(splash, step, run["on"].split(":")[0]))
     return step
 
