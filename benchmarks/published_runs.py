@@ -267,7 +267,7 @@ def _summary(rows: Sequence[Row]) -> str:
     ranks = np.asarray([np.argsort(np.argsort(values)) for values in both])
     return (
         f"{len(rows)} runs: the range holds {inside} of the published times, its middle is within "
-        f"{NEAR:.0%} of {near}; Spearman's rank correlation {np.corrcoef(ranks)[0, 1]:.3f}"
+        f"{NEAR:.0%} of {near}; Spearman's rank correlation {np.asarray(np.corrcoef(ranks))[0, 1]:.3f}"
     )
 
 

@@ -100,7 +100,7 @@ def traced(step: Decoder, axes: dict[str, int]) -> sr.types.Step:
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=automatic)
     step = replace(step, axes=axes)
     jitted = jax.jit(partial(trained, step.loss), donate_argnums=0)
-    return sr.trace(jitted, step.planned(step.params, mesh), step.tokens(mesh, 1), on=mesh)
+    return sr.trace(jitted, step.planned(step.params, mesh), step.tokens(mesh, 1))
 
 
 HEADS = ("step", "slice", "layers", "mesh", "clock", "processor", "gap", "answer",
