@@ -265,9 +265,10 @@ def _summary(rows: Sequence[Row]) -> str:
     near = sum(abs(row.middle - 1) <= NEAR for row in rows)
     both = [row.seconds for row in rows], [row.seconds * row.middle for row in rows]
     ranks = np.asarray([np.argsort(np.argsort(values)) for values in both])
+    correlation = np.asarray(np.corrcoef(ranks))[0, 1]
     return (
         f"{len(rows)} runs: the range holds {inside} of the published times, its middle is within "
-        f"{NEAR:.0%} of {near}; Spearman's rank correlation {np.asarray(np.corrcoef(ranks))[0, 1]:.3f}"
+        f"{NEAR:.0%} of {near}; Spearman's rank correlation {correlation:.3f}"
     )
 
 
