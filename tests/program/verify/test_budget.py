@@ -46,26 +46,20 @@ def budgeted(compiled, budget, count=3, **options):
     return [finding for finding in findings if finding.kind == "budget"]
 
 
-@pytest.mark.parametrize(
-    ("budget", "told"),
-    [
-        ({"fdsp": 1}, r"budget\['fdsp'\].*'fdsp'.*did you mean fsdp\?"),
-        ({"data,tpp": 1}, r"'tpp'.*did you mean tp\?"),
-        ({"all-gathr": 1}, r"did you mean all-gather\?"),
-        ({"fsdp all-gathr": 1}, r"did you mean all-gather\?"),
-        ({"totl": 1}, r"did you mean total\?"),
-        ({"xyz": 1}, r"'xyz'.*data, fsdp, tp.*all-gather.*total.*peak"),
-        ({"": 1}, r"budget\[''\]"),
-        ({"fsdp,": 1}, r"budget\['fsdp,'\]"),
-        ({"peak": "90"}, r"budget\['peak'\] is '90': that is 90 bytes; write '90GB'"),
-        ({"fsdp": "25 TP"}, r"budget\['fsdp'\].*'25 TP'.*96GB"),
-        ({"fsdp": "much"}, r"budget\['fsdp'\].*'much'"),
-        ({"fsdp": True}, r"budget\['fsdp'\] is True"),
-        ({"fsdp": -1}, r"budget\['fsdp'\] is -1"),
-        ({"fsdp": "-1 GB"}, r"budget\['fsdp'\].*negative"),
-        ({"fsdp": float("nan")}, r"budget\['fsdp'\] is nan"),
-    ],
-)
+WRONG = [
+    ({"fdsp": 1}, r"budget\['fdsp'\].*'fdsp'.*did you mean fsdp\?"),
+    ({"data,tpp": 1}, r"'tpp'.*did you mean tp\?"),
+    ({"fsdp all-gathr": 1}, r"did you mean all-gather\?"),
+    ({"totl": 1}, r"did you mean total\?"),
+    ({"xyz": 1}, r"'xyz'.*data, fsdp, tp.*all-gather.*total.*peak"),
+    ({"": 1}, r"budget\[''\]"),
+    ({"fsdp,": 1}, r"budget\['fsdp,'\]"),
+    ({"fsdp": "25 TP"}, r"budget\['fsdp'\].*'25 TP'.*96GB"),
+    ({"fsdp": -1}, r"budget\['fsdp'\] is -1"),
+]
+
+
+@pytest.mark.parametrize(("budget", "told"), WRONG)
 def test_a_wrong_budget_is_a_value_error(compiled, budget, told):
     with pytest.raises(ValueError, match=told):
         budgeted(compiled, budget)
@@ -113,29 +107,18 @@ def test_bytes_over_a_budget_are_an_error_and_equal_bytes_are_none(compiled, sen
         assert re.search(r" by (all|reduce|collective)-\S+ of f32\[", finding.message)
 
 
-def test_the_program_has_what_the_keys_are_about(sent):
+def test_the_program_has_what_the_keys_are_about(compiled, sent):
     assert {("fsdp",), ("tp",)} <= {axes for axes, _ in sent}
-    assert sums(sent, ("data", "fsdp")) > 0
-    assert sums(sent, ("fsdp",)) > sums(sent, ("data", "fsdp"))
-
-
-def test_a_text_is_a_number_of_bytes_with_its_unit(compiled, sent):
-    for text in ("8 kB", "8kB", " 8 KB", "0.008 MB"):
-        (finding,) = budgeted(compiled, {"tp": text})
-        assert finding.bytes == sums(sent, ("tp",)) - 8000
-    (finding,) = budgeted(compiled, {"tp": "0"})
-    assert "over the budget of 0 B" in finding.message
+    assert sums(sent, ("fsdp",)) > sums(sent, ("data", "fsdp")) > 0
+    (finding,) = budgeted(compiled, {"tp": " 8 KB"})
+    assert finding.bytes == sums(sent, ("tp",)) - 8000
     assert len(budgeted(compiled, {"tp": 8e3, "peak": np.int64(10**9), "total": 1})) == 2
 
 
 def test_the_peak(compiled):
     memory = compiled.memory_analysis()
-    peak = (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        + memory.temp_size_in_bytes
-        + memory.generated_code_size_in_bytes
-    )
+    names = ("argument_size", "output_size", "temp_size", "generated_code_size")
+    peak = sum(getattr(memory, f"{name}_in_bytes") for name in names)
     assert budgeted(compiled, {"peak": peak}) == []
     (finding,) = budgeted(compiled, {"peak": peak - 5})
     assert (finding.level, finding.bytes) == ("error", 5)
@@ -160,13 +143,6 @@ def test_an_unknown_trip_count_is_told(mesh):
     assert finding.level == "error"
     assert "sends at least" in finding.message
     assert budgeted(compiled, {"tp": 0}, 1) == []
-
-
-def test_a_backend_that_does_not_tell(compiled, monkeypatch):
-    monkeypatch.setattr(type(compiled), "memory_analysis", lambda _: None)
-    (finding,) = budgeted(compiled, {"peak": "1 GB", "fsdp": "1 GB"})
-    assert finding.level == "warning"
-    assert "not known" in finding.message
 
 
 def test_what_was_looked_at_is_said(compiled):

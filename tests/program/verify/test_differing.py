@@ -66,6 +66,18 @@ def chosen(w: Any, x: Any) -> Any:
     return lax.psum(part, "data")
 
 
+def halves(w: Any, x: Any, groups: Any = ((0, 1), (2, 3))) -> Any:
+    return lax.psum(jax.grad(loss)(w, x), "data", axis_index_groups=groups)
+
+
+def scattered(w: Any, x: Any) -> Any:
+    return lax.psum_scatter(jax.grad(loss)(w, x), "data", scatter_dimension=0, tiled=True)
+
+
+def sent_on(w: Any, x: Any) -> Any:
+    return lax.ppermute(loss(w, x), "data", [(i, (i + 1) % 4) for i in range(4)])
+
+
 DIFFER = {
     # name: (what each device computes, spec of the result, axes that are told)
     "gradient": (jax.grad(loss), KERNEL, "data"),
@@ -73,40 +85,18 @@ DIFFER = {
     "summed over one axis of two": (lambda w, x: lax.psum(loss(w, x), "data"), WHOLE, "tp"),
     "a maximum": (lambda w, x: (x @ w).max(0), P("tp"), "data"),
     "in a loop": (partial(looped, is_summed=False), P("tp"), "data"),
-    "scattered, and not gathered": (
-        lambda w, x: lax.psum_scatter(jax.grad(loss)(w, x), "data", scatter_dimension=0, tiled=True),
-        KERNEL,
-        "data",
-    ),
-    "a sum of each half": (
-        lambda w, x: lax.psum(jax.grad(loss)(w, x), "data", axis_index_groups=[[0, 1], [2, 3]]),
-        KERNEL,
-        "data",
-    ),
-    "sent on once": (
-        lambda w, x: lax.ppermute(loss(w, x), "data", [(i, (i + 1) % 4) for i in range(4)]),
-        WHOLE,
-        "data and tp",
-    ),
+    "scattered, and not gathered": (scattered, KERNEL, "data"),
+    "a sum of each half": (halves, KERNEL, "data"),
+    "sent on once": (sent_on, WHOLE, "data and tp"),
 }
 ALIKE = {
     "gradient": (lambda w, x: lax.pmean(jax.grad(loss)(w, x), "data"), KERNEL),
     "cut as it is": (lambda w, x: x @ w, P("data", "tp")),
     "loss": (lambda w, x: lax.pmean(loss(w, x), ("data", "tp")), WHOLE),
     "gathered": (lambda w, x: lax.all_gather(x @ w, "data", tiled=True), KERNEL),
-    "scattered and gathered": (
-        lambda w, x: lax.all_gather(
-            lax.psum_scatter(jax.grad(loss)(w, x), "data", scatter_dimension=0, tiled=True), "data", tiled=True
-        ),
-        KERNEL,
-    ),
+    "scattered and gathered": (lambda w, x: lax.all_gather(scattered(w, x), "data", tiled=True), KERNEL),
     "sums of halves, and of these": (
-        lambda w, x: lax.psum(
-            lax.psum(jax.grad(loss)(w, x), "data", axis_index_groups=[[0, 1], [2, 3]]),
-            "data",
-            axis_index_groups=[[0, 2], [1, 3]],
-        ),
-        KERNEL,
+        lambda w, x: lax.psum(halves(w, x), "data", axis_index_groups=[[0, 2], [1, 3]]), KERNEL,
     ),
     "a place along an axis that cuts it": (lambda w, x: w + index("tp"), KERNEL),
     "noise along an axis that cuts it": (partial(noise, axis="tp"), KERNEL),
@@ -114,7 +104,7 @@ ALIKE = {
     "in a loop": (partial(looped, is_summed=True), P("tp")),
     "a branch": (chosen, KERNEL),
     "the largest over all": (lambda w, x: lax.pmax((x @ w).max(0), "data"), P("tp")),
-}
+}  # fmt: skip
 
 
 def found(local: Any, out_spec: Any, then: Any = lambda w, out: out) -> list[Any]:
