@@ -1,4 +1,4 @@
-"""Decoders of equinox with its own jit, of nnx with its own jit, and of named axes: linen, haliax."""
+"""Decoders of equinox with its own jit, of nnx with its own jit, and of linen with logical axes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, Final
 
 import equinox as eqx
-import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -421,123 +420,8 @@ _LINEN_FAULTS: Final[dict[str, Fault]] = {
     "the table is whole over tp": {"rules": [("words", None)]},
 }  # fmt: skip
 
-
-# haliax
-
-
-def _dot(x: Any, y: Any, axis: Any) -> Any:
-    """Return hax.dot, which some versions of haliax do not have on a new JAX."""
-    contracted = axis if isinstance(axis, tuple) else (axis,)
-    axes = list(dict.fromkeys((*x.axes, *y.axes)))
-    kept = [a for a in axes if a not in contracted]
-    x_, y_, out = ("".join(chr(97 + axes.index(a)) for a in part) for part in (x.axes, y.axes, kept))
-    return hax.named(jnp.einsum(f"{x_},{y_}->{out}", x.array, y.array), kept)
-
-
-_AXES: Final = hax.make_axes(
-    batch=64, pos=_LENGTH, embed=_WIDTH, mlp=_INNER, heads=_HEADS, size=32, vocab=_WORDS, layer=2
-)
-_ACTIVATIONS: Final = {
-    **dict.fromkeys(("mlp", "heads", "vocab"), "tp"), **dict.fromkeys(("embed", "pos")),
-}  # fmt: skip
-_STORED: Final = {"embed": "fsdp", "mlp": "tp", "heads": "tp", "vocab": "tp"}
-
-
-def _haliax_shapes(case: Case) -> Any:
-    _, _, embed, mlp, heads, size, vocab, depth = _AXES
-    layers = dict.fromkeys("qkv", (depth, embed, heads, size)) | {"o": (depth, heads, size, embed)}
-    layers |= {"up": (depth, embed, mlp), "down": (depth, mlp, embed), "scale": (depth, embed)}
-    names = {"table": (vocab, embed), "head": (embed, vocab), "layers": layers}
-    return jax.tree.map(
-        lambda axes: jax.eval_shape(lambda: hax.zeros(axes)), names, is_leaf=lambda node: isinstance(node, tuple)
-    )
-
-
-def _haliax_rules(edits: Any) -> sr.LogicalRules:
-    rules = {"layer": None, "size": None, **_STORED, **dict(edits)}
-    return sr.LogicalRules(rules, sr.dialects.HALIAX)
-
-
-def _haliax_loss(case: Case, params: Any, batch: Any) -> Any:
-    rows, pos, embed, mlp, heads, size, vocab, depth = _AXES
-    keys, sharded = pos.alias("keys"), case.place("sharded")
-    axes = {**_axes(case, _ACTIVATIONS), "batch": case.place("rows")}
-
-    def shard(x: Any, name: str) -> Any:
-        return shard_by(x, axes) if name in sharded else x
-
-    def shard_by(x: Any, where: Any) -> Any:
-        spec = P(*(where.get(a.name) for a in x.axes))
-        return hax.named(Case(case.mesh, {"": spec}).cut(x.array, ""), x.axes)
-
-    def layer(x: Any, w: Any) -> Any:
-        if case.has("layers are gathered whole"):
-            w = {name: shard_by(leaf, {}) for name, leaf in w.items()}
-        y = x * hax.rsqrt(hax.mean(x * x, embed) + 1e-6) * w["scale"]
-        q, k, v = (shard(_dot(y, w[n], axis=embed).rearrange((rows, pos, heads, size)), "heads") for n in "qkv")
-        k, v = k.rename({"pos": "keys"}), v.rename({"pos": "keys"})
-        scores = _dot(q, k, axis=size).rearrange((rows, heads, pos, keys))
-        allowed = hax.arange(keys).broadcast_axis(pos) <= hax.arange(pos)
-        if case.has("the mask is whole"):  # a mask for each row and head
-            allowed = allowed.broadcast_axis(heads).broadcast_axis(rows)
-            bias = hax.where(allowed, 0.0, -1e9).rearrange((rows, heads, pos, keys))
-            scores = scores + shard_by(bias, {})
-        else:
-            scores = hax.where(allowed, scores, -1e9)
-        mixed = _dot(hax.nn.softmax(scores, keys), v, axis=keys)
-        y = _dot(mixed, w["o"], axis=(heads, size)).rearrange((rows, pos, embed))
-        x = shard(x + y, "residual")
-        y = hax.nn.gelu(_dot(x, w["up"], axis=embed)).rearrange((rows, pos, mlp))
-        y = _dot(shard(y, "hidden"), w["down"], axis=mlp)
-        return shard(x + y.rearrange((rows, pos, embed)), "residual")
-
-    tokens, targets = (hax.named(batch[n], (rows, pos)) for n in ("tokens", "targets"))
-    table = shard(params["table"], "lookup")
-    x = shard(table.take(vocab, tokens).rearrange((rows, pos, embed)), "residual")
-    x = hax.fold(case.recomputed(layer), depth)(x, params["layers"])
-    scores = _dot(x, params["head"], axis=embed).rearrange((rows, pos, vocab))
-    scores = shard(scores, "logits")
-    hot = hax.nn.one_hot(targets, vocab)
-    value = hax.nn.logsumexp(scores, vocab) - hax.sum(scores * hot, vocab)
-    return hax.mean(value).scalar(), {"logits": scores.array}
-
-
-_HALIAX: Final = Model(
-    mesh={"fsdp": 4, "tp": 2},
-    shapes=_haliax_shapes,
-    rules=_haliax_rules,
-    places={"batch": P("fsdp"), "rows": "fsdp", "sharded": ("lookup", "residual", "hidden", "heads", "logits")},
-    batch=dict.fromkeys(("tokens", "targets"), (64, _LENGTH)),
-    loss=_haliax_loss,
-)
-_WHOLE: Final = dict.fromkeys(("mlp", "heads", "vocab"))
-_HALIAX_FAULTS: Final[dict[str, Fault]] = {
-    **faults(
-        "layers are gathered whole", "the mask is whole", "not donated", "no remat", "gradients are whole",
-        "logits are returned",
-    ),
-    "activations are not sharded": {"sharded": ()},
-    "activations are not sharded, nor is the batch": {"sharded": (), "batch": P()},
-    "the residual alone is sharded": {"sharded": ("residual",)},
-    "no axis for the batch": {"rows": None},
-    "no axis for the mlp": {"mlp": None},
-    "no axis for heads": {"heads": None},
-    "no axis for the vocabulary": {"vocab": None},
-    "one mapping for both": {"rows": None, "embed": "fsdp"},
-    "the width over tp": {**_WHOLE, "embed": "tp"},
-    "the sequence over tp": {**_WHOLE, "pos": "tp"},
-    "the batch over both": {**_WHOLE, "rows": ("fsdp", "tp")},
-    "axes are swapped": {**dict.fromkeys(_WHOLE, "fsdp"), "rows": "tp"},
-    "parameters' axes are swapped": {
-        "rules": [("embed", "tp"), ("mlp", "fsdp"), ("heads", "fsdp"), ("vocab", "fsdp")],
-    },
-    # These look wrong.
-    **faults("no out_shardings", "the batch comes in whole"),
-}  # fmt: skip
-
 STEPS: Final = (
     Step("equinox with its own jit", _equinox, _EQUINOX_FAULTS, "tuned"),
-    Step("haliax with named axes", _HALIAX, _HALIAX_FAULTS, "tuned"),
     Step("linen with logical axes", _LINEN, _LINEN_FAULTS, "tuned"),
     Step("nnx with its own jit", _nnx, _NNX_FAULTS, "tuned"),
 )

@@ -22,7 +22,6 @@ SMALL = {
 pytest.importorskip("flax.nnx", reason="flax is not installed")
 pytest.importorskip("optax", reason="optax is not installed")
 pytest.importorskip("equinox", reason="equinox is not installed")
-pytest.importorskip("haliax", reason="haliax is not installed", exc_type=ImportError)
 
 
 def small() -> list[Step]:

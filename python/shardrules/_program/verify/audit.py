@@ -309,8 +309,7 @@ class _Audit:
             yield _Fault("memory-kind", *words)
         mesh = getattr(sharding, "mesh", None)
         # Of a sharding without a mesh, JAX lists the parts in the order of its devices.
-        listed = sharding.devices_indices_map(shape) if mesh is None else mesh.devices.flat
-        devices = tuple(listed)
+        devices = tuple(sharding.devices_indices_map(shape) if mesh is None else mesh.devices.flat)
         if devices != self._devices:
             actual = f"on {_devices_shown([device.id for device in devices])}"
             if set(devices) == set(self._devices):
@@ -370,7 +369,8 @@ def _dtype_name(dtype: Any) -> str:
 def _is_dtype(live: Any, planned: Any) -> bool:
     """Return whether a dtype is the planned one, or what JAX makes of that without 64 bits."""
     name, planned_name = _dtype_name(live), _dtype_name(planned)
-    is_narrow = not jax.config.jax_enable_x64 and name == _NARROW.get(planned_name)
+    config: Any = jax.config
+    is_narrow = not config.jax_enable_x64 and name == _NARROW.get(planned_name)
     return name == planned_name or is_narrow
 
 
