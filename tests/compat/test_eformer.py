@@ -158,15 +158,14 @@ def is_argument_kept(m, mesh):
     return x.is_deleted()
 
 
-def positions(axes):
-    def answer(m, mesh):
-        def body(x):
-            return x * 0 + m.get_submesh_device_index(axes) + 100 * m.get_mesh_axis_size(axes)
+def positions(m, mesh):
+    every = ["fsdp", ("fsdp", "tp"), ["tp", "fsdp"], ("dp",), ()]
 
-        spec = P(("dp", "fsdp", "tp"))
-        return jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)(jnp.zeros(8, "int32"))
+    def body(x):
+        return [x * 0 + m.get_submesh_device_index(axes) + 100 * m.get_mesh_axis_size(axes) for axes in every]
 
-    return answer
+    spec = P(("dp", "fsdp", "tp"))
+    return jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)(jnp.zeros(8, "int32"))
 
 
 def exported(text, spec):
@@ -275,7 +274,7 @@ ALIKE = [
     *(transformed(how, which) for how in TRANSFORMATIONS for which in (0, 1)),
     *map(sharded, HELD_BY_NO_DEVICE),
     is_argument_kept,
-    *map(positions, ["fsdp", ("fsdp", "tp"), ["tp", "fsdp"], ("dp",), ()]),
+    positions,
     *(exported(text, spec) for text in SYMBOLIC for spec in (P("fsdp", "tp"), P(("fsdp", "tp")))),
 ]
 
