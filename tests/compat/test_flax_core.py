@@ -477,10 +477,9 @@ TO_MESH = st.lists(st.tuples(st.sampled_from(["embed", "mlp"]), st.sampled_from(
 
 
 @newer_flax
-@pytest.mark.parametrize("given_mesh", [True, False])
 @pytest.mark.parametrize("kind", ["auto", "explicit", "mixed"])
-@given(ARRAYS, LOGICAL, TO_MESH, TO_MESH, st.booleans(), st.booleans())
-def test_shard_value(kind, given_mesh, shape, names, rules, in_force, in_jit, on_host):
+@given(ARRAYS, LOGICAL, TO_MESH, TO_MESH, st.booleans(), st.booleans(), st.booleans())
+def test_shard_value(kind, shape, names, rules, in_force, in_jit, on_host, given_mesh):
     """What nnx does by default when a Variable is made."""
     value = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
     mesh = mesh_of(kind)
@@ -497,10 +496,9 @@ def test_shard_value(kind, given_mesh, shape, names, rules, in_force, in_jit, on
 
 
 @newer_flax
-@pytest.mark.parametrize("context", [True, False])
 @pytest.mark.parametrize("kind", ["auto", "explicit", "mixed"])
-@given(ARRAYS, LOGICAL, st.booleans(), st.booleans())
-def test_unbox_constrains(kind, context, shape, names, in_jit, apply_constraint):
+@given(ARRAYS, LOGICAL, st.booleans(), st.booleans(), st.booleans())
+def test_unbox_constrains(kind, shape, names, in_jit, apply_constraint, context):
     value = jnp.ones(shape)
     mesh = mesh_of(kind)
 

@@ -364,7 +364,7 @@ class TestNnx:
 KERAS_RULES = [(".*kernel", ("x",)), ("a/.*", ("y",))]
 REFUSED = {
     "several rules": (
-        KERAS_RULES, {"a": {"kernel": array(4), "bias": array(4)}}, "1 leaf matches several rules",
+        KERAS_RULES, {"a": {"kernel": array(4), "bias": array(4)}}, "1 leaf matches several rules, where only one may",
         "a/kernel  shape (4,)  rule 0: '.*kernel', rule 1: 'a/.*'", "add a rule whose pattern is the path itself"),
     "longer than the rank": (
         [(".*", ("x", None))], {"bias": array(4), "b": array()}, "2 leaves have fewer dimensions than the spec has",

@@ -37,8 +37,8 @@ def array(*shape):
     ],
 )  # fmt: skip
 def test_each_spec(spec, expected):
-    rules = sr.Rules([("w", spec), ("v", "tp")], memory_budget=0)
-    assert rules.with_axes(PARTS) == sr.Rules([("w", expected), ("v", (("kv", "rep"),))])
+    rules = sr.Rules([("w", spec), ("v", "tp")], min_size=8, memory_budget=0)
+    assert rules.with_axes(PARTS) == sr.Rules([("w", expected), ("v", (("kv", "rep"),))], min_size=8)
 
 
 def test_logical_rules():

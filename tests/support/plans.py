@@ -1,11 +1,6 @@
-"""Bytes of single leaves of a plan, in the order of its paths."""
+"""Bytes of the leaves of a plan, in the order of its paths."""
 
 import shardrules as sr
-
-
-def leaf_bytes(plan: sr.Plan) -> list[int]:
-    """Returns the bytes of each whole leaf."""
-    return [plan.kinds[kind].bytes for kind in plan.kind_of]
 
 
 def shard_bytes(plan: sr.Plan) -> list[int]:
