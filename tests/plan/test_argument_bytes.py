@@ -20,6 +20,7 @@ from shardrules._base.rule_specs import LibraryCorrection
 from tests.support import corpus
 from tests.support.process_worker import enable_x64
 from tests.support.slow import MODELS, slow
+from tests.support.trees import array
 
 SIZES = {1: (1, 1), 2: (1, 2), 8: (4, 2)}
 RULES = [("", sr.fsdp(("fsdp", "tp"), min_bytes=0))]
@@ -33,10 +34,6 @@ DROPPING = LibraryCorrection(absent="drop")
 def mesh_of(devices):
     grid = np.array(jax.devices()[:devices]).reshape(SIZES[devices])
     return Mesh(grid, ("fsdp", "tp"))
-
-
-def array(*shape, dtype="float32"):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def argument_bytes(*trees, keep_unused=True):

@@ -37,20 +37,6 @@ def test_a_stage_of_a_pipeline_is_no_axis_of_batches(axis):
     assert data_axes_among({axis: 4, "tp": 2}) == ()
 
 
-@pytest.mark.parametrize("axis", ["fsdp", "zero3", "dp", "ddp", "inner_replicas"])
-def test_heads_may_be_cut_apart_by_axes_that_gather_them(axis):
-    tree = models.llama(head_norm=128)
-    rules = [("[kv]_proj", (None, axis)), (".*", ())]
-    assert "half-head" not in {one.kind for one in sr.plan(tree, rules, {axis: 16}).check()}
-
-
-@pytest.mark.parametrize("axis", ["tp", "ep", "pp", "x"])
-def test_heads_must_not_be_cut_apart_by_others(axis):
-    tree = models.llama(head_norm=128)
-    plan = sr.plan(tree, [("[kv]_proj", (None, axis)), (".*", ())], {axis: 16})
-    assert "half-head" in {one.kind for one in plan.check()}
-
-
 def test_a_suggested_plan_carries_what_is_declared_about_it():
     found = sr.suggest(models.llama(), {"dp": 2, "fsdp": 2, "tp": 2})
     plan = found.plan

@@ -14,13 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base.rule_specs import LibraryCorrection
+from tests.support.trees import array
 
 MESH = {"fsdp": 8, "tp": 4}
 MIB = 2**20
-
-
-def array(*shape, dtype="float32"):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 LARGE = array(4096, 1024)  # 16 MiB, just large

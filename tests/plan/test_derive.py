@@ -16,15 +16,12 @@ import shardrules as sr
 from shardrules._base.rule_specs import LibraryCorrection
 from tests.support import corpus
 from tests.support.slow import some
+from tests.support.trees import array as abstract
 
 optax = pytest.importorskip("optax")
 
 SIZES = {"dp": 2, "fsdp": 4, "tp": 2}
 RULES = [("embed", P("tp", "fsdp")), ("experts", P(None, "fsdp", "tp")), ("kernel", P("fsdp", "tp")), ("bias", P("tp"))]
-
-
-def abstract(*shape, dtype="float32"):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def params():

@@ -23,12 +23,9 @@ from shardrules._base.specs import entries_of
 from shardrules._plan import lock as locks
 from tests.support import corpus
 from tests.support.slow import MODELS
+from tests.support.trees import array
 
 MESH = {"dp": 2, "fsdp": 4, "tp": 2}
-
-
-def array(*shape, dtype="float32"):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def plain(spec):
@@ -321,6 +318,8 @@ class TestDiff:
         assert "(+0 B on each device; nothing moves)" in str(change)
         assert not before.transfer(same)
         assert [row.moves for row in before.diff(other)] == [True]
+        there = sr.plan(tree, [("w", ("fsdp", "sp"))], {"fsdp": 2, "sp": 1})
+        assert [row.moves for row in before.diff(there)] == [True]
         assert [row.moves for row in before.diff(sr.plan({}, [], mesh))] == [None]
 
     @pytest.mark.parametrize(

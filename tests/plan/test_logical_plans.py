@@ -136,19 +136,6 @@ class TestWrongInput:
         with pytest.raises(ValueError, match=r"names: 1 path of no leaf:\n.*near it: wte"):
             sr.plan(tree, RULES, MESH, names={**names, "wtee": ("embed",)})
 
-    def test_a_tree_of_names_whose_root_has_lists_is_a_tree(self):
-        layer, names = {"w": array((8, 4))}, {"w": ("embed", "mlp")}
-        for many in (list, tuple):
-            tree = {"embed": array((8,)), "layers": many([layer, layer])}
-            given = {"embed": ("embed",), "layers": many([names, names])}
-            specs = sr.plan(tree, RULES, MESH, names=given).specs()
-            assert specs["layers"][1]["w"] == P("fsdp", "tp")
-            with pytest.raises(ValueError, match="names: they do not fit the tree"):
-                sr.plan({**tree, "more": layer}, RULES, MESH, names=given)
-        flat = {"layers": [array((8, 4))] * 2}
-        specs = sr.plan(flat, RULES, MESH, names={"layers": [("embed", "mlp")] * 2}).specs()
-        assert specs["layers"] == [P("fsdp", "tp")] * 2
-
     def test_a_tree_of_another_structure(self):
         tree, names = beside()
         with pytest.raises(ValueError, match="names: they do not fit the tree"):

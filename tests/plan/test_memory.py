@@ -13,14 +13,11 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._base.rule_specs import MEMORY_KINDS
 from tests.support.contexts import not_on_jax_0_7
+from tests.support.trees import array
 
 KINDS = [memory.kind for memory in jax.devices()[0].addressable_memories()]
 SIZES = {"dp": 2, "fsdp": 4, "tp": 2}
 MIB = 2**20
-
-
-def array(*shape, dtype="float32"):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def on_host(spec, kind="pinned_host", **more):

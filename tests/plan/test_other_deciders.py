@@ -11,15 +11,12 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from tests.support import corpus
 from tests.support.plans import shard_bytes
+from tests.support.trees import array
 
 MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tp"))
 SIZES = {"fsdp": 2, "tp": 2}
 
 KINDS = {memory.kind for memory in jax.devices()[0].addressable_memories()}
-
-
-def array(*shape, dtype="float32"):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def layers(count=3, dtype="float32", width=8):
@@ -147,14 +144,6 @@ class TestPlans:
         again = sr.plan({"w": array(8, 8)}, named)
         assert again.specs() == named.specs()
         assert again.kind("w").names == ("embed", None)
-
-    def test_arrays_stay_in_their_memory_unless_the_plan_has_one(self):
-        host = NamedSharding(MESH, P(), memory_kind="pinned_host")
-        tree = {"w": jax.device_put(np.ones((8, 8), np.float32), host)}
-        plan = sr.plan({"w": array(8, 8)}, [("w", "tp")], MESH)
-        assert sr.shard(tree, plan)["w"].sharding.memory_kind == "pinned_host"
-        said = sr.plan({"w": array(8, 8)}, [("w", sr.RuleSpec("tp", memory_kind="device"))], MESH)
-        assert sr.shard(tree, said)["w"].sharding.memory_kind == "device"
 
 
 def test_companions_are_for_rules_of_paths_alone():

@@ -6,12 +6,9 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from tests.support.trees import array
 
 MIB = 2**20
-
-
-def array(*shape, dtype="float32"):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def cuts(spec):

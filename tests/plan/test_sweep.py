@@ -13,10 +13,7 @@ import shardrules as sr
 from examples import demo
 from shardrules._plan.sweep import factorizations
 from tests.support import corpus
-
-
-def array(*shape, dtype="float32"):
-    return jax.ShapeDtypeStruct(shape, dtype)
+from tests.support.trees import array
 
 
 @pytest.mark.parametrize("count", [1, 2, 12, 16, 36, 97])

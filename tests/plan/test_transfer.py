@@ -19,10 +19,7 @@ from shardrules._base.arguments import MOST
 from shardrules._base.dtypes import bits_of
 from shardrules._base.rule_specs import LibraryCorrection
 from shardrules._base.specs import entries_of
-
-
-def array(*shape, dtype="float32"):
-    return jax.ShapeDtypeStruct(shape, dtype)
+from tests.support.trees import array
 
 
 def size(box):

@@ -60,8 +60,8 @@ class DictSubclass(dict):
     """No pytree node: a leaf to JAX."""
 
 
-def array(*shape):
-    return jax.ShapeDtypeStruct(shape, "float32")
+def array(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 # Those with None alone, or a type that JAX does not know, which functions that want arrays refuse.
