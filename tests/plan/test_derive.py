@@ -13,8 +13,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._base.rule_specs import LibraryCorrection
-from tests.support import corpus
 from tests.support.slow import some
 from tests.support.trees import array as abstract
 
@@ -367,32 +365,6 @@ def test_losses_and_problems_are_the_parameters():
     assert unmatched.kind("mu/x").status == "unmatched"
 
 
-def maxtext(name):
-    """The tree, and rules of literal paths with the specs of its logical names."""
-    tree = corpus.manifest(name).nested(corpus.abstract)
-    logical = corpus.logical_rules("maxtext__base")
-    names = corpus.logical_axes(name)
-    specs = sr.logical_to_mesh({path: P(*axes) for path, axes in names.items()}, logical)
-    return tree, [(f"^{re.escape(path)}$", spec) for path, spec in specs.items()]
-
-
-MAXTEXT_MESH = {"data": 2, "fsdp": 4, "tensor": 2, "expert": 2, "stage": 2}
-
-
-@pytest.mark.parametrize("model", ["deepseek3-671b", "llama3.1-405b"])
-def test_maxtext_stacks(model):
-    stacks = {"deepseek3-671b": ("dense_layers", "moe_layers"), "llama3.1-405b": ("layers",)}[model]
-    by_stage = {"layers": "stage", "dense_layers": None, "moe_layers": None}
-    tree, rules = maxtext(f"maxtext-{model}-scanned")
-    _, per_layer = maxtext(f"maxtext-{model}-unscanned")
-    # The rules cut what they call "layers" by the pipeline's axis, and no other stack.
-    stack = [sr.stacked(f"decoder/{at}", f"decoder/{at}_*", axis=1, mesh_axis=by_stage[at]) for at in stacks]
-    alone = LibraryCorrection(absent="drop_axis")
-    ours = sr.plan(tree, sr.Rules(per_layer, correction=alone), MAXTEXT_MESH, companions=stack)
-    theirs = sr.plan(tree, sr.Rules(rules, correction=alone), MAXTEXT_MESH)
-    assert jax.tree.leaves(ours.specs()) == jax.tree.leaves(theirs.specs())
-
-
 def test_stacks_with_units_corrections_and_truncation():
     exact = sr.RuleSpec(("fsdp", "tp"), sr.Correction(indivisible="error"), units=(None, 8))
     rules = [("layers/0/exact", exact), ("layers/0/cut", ("fsdp", "tp", "dp")), (".*", None)]
@@ -430,6 +402,10 @@ FOLLOWING = {
     "the stack cut as well": (
         {"wq": abstract(8, 64, 32)}, [("wq", P("fsdp", "tp"))], [sr.stacked("", mesh_axis="dp")],
         {"wq": (P("dp", "fsdp", "tp"), "wq")},
+    ),
+    "a stack in dim 1, as MaxText's, cut by stages": (
+        {"layers": {"w": abstract(64, 8, 32)}}, [("layers/0/w", P("fsdp", "tp"))], [sr.stacked("layers", axis=1, mesh_axis="dp")],
+        {"layers/w": (P("fsdp", "dp", "tp"), "layers/0/w")},
     ),
     "sizes without relation are not cut": (
         {"w": abstract(32, 64), "w_lora_a": abstract(40, 4), "w_lora_b": abstract(4, 40)},

@@ -6,12 +6,11 @@ And the trees of a plan's specs, shardings and ShapeDtypeStructs, as JAX takes t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
-from shardrules._base.dtypes import key_dtype
 from shardrules._base.rule_specs import MemoryKind
 from shardrules._base.specs import as_partition_spec
 from shardrules._base.text import brief, counted, near_shown
@@ -236,39 +235,16 @@ def put_as_planned(
     return leaves, kinds
 
 
-def spec_tree(plan: Plan) -> Any:
-    return _mapped(plan, [as_partition_spec(spec) for spec in kind_specs(plan)])
-
-
-def sharding_tree(plan: Plan) -> Any:
-    return _mapped(plan, _kind_shardings(plan))
-
-
 def decided_in(plan: Plan, tree: Any, numbers: Any, rows: Sequence[int]) -> Decided:
     """Return the shardings of another tree, by the tree of its leaves' numbers in `rows`."""
     from jax import tree_util
 
-    of_kind, of_row = _kind_shardings(plan), plan.kind_of[rows].tolist()
+    of_kind, of_row = kind_shardings(plan), plan.kind_of[rows].tolist()
     kinds = [of_row[number] for number in tree_util.tree_leaves(numbers)]
     treedef: Any = tree_util.tree_structure(tree)
     return Decided(
         lambda: treedef.unflatten(of_kind[kind] for kind in kinds),
         lambda: [(of_kind[kind], plan.kinds[kind].memory_kind is not None) for kind in kinds],
-    )
-
-
-def abstract_tree(plan: Plan) -> Any:
-    from jax import ShapeDtypeStruct
-
-    kinds = zip(plan.kinds, _kind_shardings(plan), strict=True)
-    return _mapped(
-        plan,
-        [
-            None
-            if k.shape is None
-            else ShapeDtypeStruct(k.shape, key_dtype(str(k.dtype)) or k.dtype, sharding=sharding)
-            for k, sharding in kinds
-        ],
     )
 
 
@@ -279,7 +255,7 @@ def kind_specs(plan: Plan) -> list[Any]:
     return [kind.spec for kind in plan.kinds]
 
 
-def _kind_shardings(plan: Plan) -> list[NamedSharding]:
+def kind_shardings(plan: Plan) -> list[NamedSharding]:
     on_mesh = as_mesh(plan.mesh)
     placed: list[tuple[Any, MemoryKind | None]] = [
         (spec, kind.memory_kind) for spec, kind in zip(kind_specs(plan), plan.kinds, strict=True)
@@ -304,8 +280,10 @@ def placement_errors(plan: Plan) -> str:
     return "\n".join(str(each) for each in findings if each.kind in _WITHOUT_SHARDING)
 
 
-def _mapped(plan: Plan, of_kind: list[Any]) -> Any:
+def mapped(plan: Plan, of_kind: Iterable[Any]) -> Any:
+    """Return the plan's tree, with what is given for the kind of each leaf."""
     from jax import tree_util
 
-    of_row = [of_kind[kind] for kind in plan.kind_of.tolist()]
+    values = [*of_kind]
+    of_row = [values[kind] for kind in plan.kind_of.tolist()]
     return tree_util.tree_map(of_row.__getitem__, plan._leaves.tree)

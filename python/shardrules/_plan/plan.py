@@ -22,10 +22,11 @@ from shardrules._base.arguments import (
     integer,
     strings,
 )
+from shardrules._base.dtypes import key_dtype
 from shardrules._base.io import write_text
 from shardrules._base.mistakes import check_arrays
 from shardrules._base.rule_specs import MemoryKind, check_memory_kind, plain_spec
-from shardrules._base.specs import Entries
+from shardrules._base.specs import Entries, as_partition_spec
 from shardrules._base.text import answer
 from shardrules._place.boxes import unboxed
 from shardrules._place.decider import ByNames, ByPaths, Decider, RulesLike, as_decider
@@ -33,13 +34,13 @@ from shardrules._place.mesh import AnyMesh, MeshLike, has_devices, resolve_mesh
 from shardrules._place.shardings import Decided
 from shardrules._plan.align import (
     PlannedLeaves,
-    abstract_tree,
     decided_in,
     found_in_plan,
+    kind_shardings,
+    kind_specs,
+    mapped,
     match_rows,
     put_as_planned,
-    sharding_tree,
-    spec_tree,
     survey_planned,
 )
 from shardrules._plan.findings import NOTHING, CheckKind, Declared, Findings, Level, all_declared
@@ -517,7 +518,7 @@ class Plan(Decider):
         Raises:
             ValueError: Some leaves get no spec. The message has their number, and lists the first.
         """
-        return spec_tree(self)
+        return mapped(self, map(as_partition_spec, kind_specs(self)))
 
     def shardings(self) -> Any:
         """Return the tree of NamedShardings; on a dict of sizes they have an AbstractMesh.
@@ -525,7 +526,7 @@ class Plan(Decider):
         Raises:
             ValueError: As `specs`.
         """
-        return sharding_tree(self)
+        return mapped(self, kind_shardings(self))
 
     def abstract(self) -> Any:
         """Return ShapeDtypeStructs with their shardings, to restore a checkpoint into.
@@ -541,7 +542,18 @@ class Plan(Decider):
             >>> sr.plan(tree, [("w", "tp")], {"tp": 2}).abstract()["w"].sharding.spec[0]
             'tp'
         """
-        return abstract_tree(self)
+        from jax import ShapeDtypeStruct
+
+        kinds = zip(self.kinds, kind_shardings(self), strict=True)
+        arrays = [
+            None
+            if kind.shape is None
+            else ShapeDtypeStruct(
+                kind.shape, key_dtype(str(kind.dtype)) or kind.dtype, sharding=sharding
+            )
+            for kind, sharding in kinds
+        ]
+        return mapped(self, arrays)
 
     def fingerprint(self) -> str:
         """Return 64 hex digits that change with any path, shape, dtype, spec, memory or mesh axis.
