@@ -421,6 +421,10 @@ FOLLOWING = {
         {"layers": {"w": abstract(4, 8)}}, [("layers/0/w", P("tp"))], [sr.stacked("layers")] * 2,
         {"layers/w": (P(None, "tp"), "layers/0/w")},
     ),
+    "a dimension that the base between has not": (
+        {"leaf": abstract(8)}, [("base", P("fsdp", "tp"))],
+        [sr.Companion("leaf$", "mid", dims=(7,)), sr.Companion("mid$", "base", dims=(0, ...))], {"leaf": (P(), "base")},
+    ),
     "a base that no rule meets": (
         {"follower": abstract(8)}, FOLLOWER, [TO_NOTHING], {"follower": (P("fsdp"), "follower")},
     ),

@@ -147,8 +147,8 @@ def align(tree: Any, reference: Walk, walk: Callable[[Any], _Walk]) -> Alignment
     # An array in a box has a longer path.
     boxes, unboxed = open_boxes(tree), _without_boxes(reference, walk)
     plain = walk(boxes.tree)
-    found = match_rows(plain.paths, unboxed.paths)
-    without = Alignment(plain, found, boxes.tree, boxes, unboxed.paths)
+    plain_rows = match_rows(plain.paths, unboxed.paths)
+    without = Alignment(plain, plain_rows, boxes.tree, boxes, unboxed.paths)
     return min(direct, without, key=lambda each: each.rows.count(-1))
 
 

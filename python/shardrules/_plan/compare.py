@@ -528,9 +528,9 @@ def _overlaps(
 def _same_leaves(pairs: Pairs) -> list[tuple[Kind, Kind]]:
     """Return the kinds of the pairs, if both plans have the same leaves."""
     types = [tuple(map(_type_shown, pair)) for pair in pairs.groups]
-    alike = [(a, b) for a, b in pairs.groups if a and b and _type_shown(a) == _type_shown(b)]
-    if len(alike) == len(pairs.groups):
-        return alike
+    kinds = [(a, b) for a, b in pairs.groups if a and b and _type_shown(a) == _type_shown(b)]
+    if len(kinds) == len(pairs.groups):
+        return kinds
     differ = [number for number, (before, after) in enumerate(types) if before != after]
     rows = np.flatnonzero(np.isin(pairs.group_of, differ))
     folded = fold([pairs.paths[row] for row in rows], pairs.group_of[rows])

@@ -244,15 +244,15 @@ def _range(run: str) -> range:
 def expanded(pattern: str, most_text: int) -> list[str]:
     """List the paths that a folded pattern stands for, if they cost no more than that."""
     choices: list[list[str]] = []
-    left = most_text // path_cost(pattern)
+    most = most_text // path_cost(pattern)
     for text, numbers in parts_of(pattern):
         runs = [] if numbers is None else runs_of(numbers)
         # Not `len`, which is for numbers of 63 bits.
-        left //= max(1, sum(run.stop - run.start for run in runs))
-        if not left:
+        most //= max(1, sum(run.stop - run.start for run in runs))
+        if not most:
             break
         choices.append([str(number) for run in runs for number in run] or [text])
-    if not left:
+    if not most:
         raise ValueError(f"{shown(pattern)} stands for more leaves than a lock may have")
     return ["".join(texts) for texts in itertools.product(*choices)]
 
@@ -293,20 +293,22 @@ def find(plan: Plan, path: str, *, exactly: bool = False) -> PathMatch:
     if path in patterns:
         rows = folded[patterns.index(path)].rows
         return PathMatch(int(rows[0]), len(rows))
-    found = _rows_like(path, plan) if path and not exactly else []
-    if not found:
+    rows_like = _rows_like(path, plan) if path and not exactly else []
+    if not rows_like:
         near = near_shown(path, patterns) or "; plan.paths lists them"
         raise _PathError(f"no leaf has the path {brief(path)}{near}")
-    rows_found = set(found)
-    candidates = [i for i, of in enumerate(folded) if not rows_found.isdisjoint(of.rows.tolist())]
+    distinct = set(rows_like)
+    candidates = [
+        siblings.pattern for siblings in folded if not distinct.isdisjoint(siblings.rows.tolist())
+    ]
     if len(candidates) > 1:
-        texts = [printable(patterns[i]) for i in candidates[:_MOST_CANDIDATES]]
-        more = and_more(len(candidates), _MOST_CANDIDATES, "path")
+        texts = map(printable, candidates[:_MOST_CANDIDATES])
+        rest = and_more(len(candidates), _MOST_CANDIDATES, "path")
         raise _PathError(
             f"{brief(path)} is ambiguous: it may be any of {len(candidates)} folded paths: "
-            f"{', '.join([*texts, *more])}; give more of the path"
+            f"{', '.join([*texts, *rest])}; give more of the path"
         )
-    return PathMatch(found[0], len(found))
+    return PathMatch(rows_like[0], len(rows_like))
 
 
 def _rows_like(path: str, plan: Plan) -> list[int]:

@@ -191,14 +191,14 @@ def combined(steps: tuple[DimStep, ...], entries: int) -> tuple[Dim, ...]:
         named, is_open = named_dims(step.dims)
         before = entries if dims is None else len(dims)
         rank = len(named) + before if step.rank is None else step.rank
-        own = _closed(named, max(rank, before)) if is_open else named
+        leaf_dims = _closed(named, max(rank, before)) if is_open else named
         if dims is not None:
-            bases = (*dims, *[None] * len(own))
-            own = tuple(bases[dim] if isinstance(dim, int) else dim for dim in own)
+            bases = dict(enumerate(dims))
+            leaf_dims = tuple(bases.get(d) if isinstance(d, int) else d for d in leaf_dims)
         if is_open:
-            surplus = (dim for dim in own[rank:] if isinstance(dim, int) and dim < entries)
-            own = (*own[:rank], *surplus)
-        dims = own
+            surplus = (d for d in leaf_dims[rank:] if isinstance(d, int) and d < entries)
+            leaf_dims = (*leaf_dims[:rank], *surplus)
+        dims = leaf_dims
     return dims or ()
 
 
@@ -277,8 +277,8 @@ def _derived_spec(
     """Return (the spec of leaves that follow a base with this spec, its origin)."""
     dims = combined(steps, len(of_base.spec))
     cut = tuple(None if size == 1 else dim for size, dim in zip(shape, dims, strict=False))
-    shown = ", ".join("-" if dim is None else repr(dim) for dim in dims[: len(shape)])
-    origin = f"the rule of what it follows, dims ({shown}) of its spec"
+    texts = ", ".join("-" if dim is None else repr(dim) for dim in dims[: len(shape)])
+    origin = f"the rule of what it follows, dims ({texts}) of its spec"
     return of_base.with_dims((*cut, *dims[len(shape) :])), origin
 
 
