@@ -79,13 +79,6 @@ def test_arguments_without_a_plan_are_proved_as_they_are():
     assert moved.program._executable.inputs.shardings == [NamedSharding(mesh, P("fsdp"))]
 
 
-def test_what_cannot_be_lowered_is_told():
-    with pytest.raises(TypeError, match="step is 3"):
-        sr.prove(3)
-    with pytest.raises(ZeroDivisionError):  # of the step itself
-        sr.prove(lambda x: 1 / 0, jnp.ones(8))
-
-
 def test_a_step_that_names_other_devices_is_told():
     mesh = cpu_mesh()
     other = Mesh(np.array(jax.devices()[:4]).reshape(4), ("fsdp",))
@@ -100,15 +93,11 @@ def test_a_step_that_names_other_devices_is_told():
 # A refusal
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory "
-        "required for HLO temporaries (18.14G) exceeds available HBM (15.75G). HLO module: jit_f.",
-        "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.14G of 15.75G hbm. "
-        "Exceeded hbm capacity by 2.39G.",
-    ],
-)
+HBM = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO"
+USED = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.14G of 15.75G hbm. Exceeded hbm capacity"
+
+
+@pytest.mark.parametrize("message", [f"{HBM} temporaries (18.14G) exceeds available HBM (15.75G). HLO module: f", USED])
 def test_a_refusal_for_memory_has_the_bytes(message):
     refusal = Refusal(*refused_bytes(message), "").error()
     assert "needs 19.5 GB" in str(refusal)
@@ -213,25 +202,30 @@ def test_a_step_that_does_not_fit_names_what_is_large():
     refusal = caught.value
     assert refusal.required > refusal.available
     assert abs(refusal.available - topology.hardware.memory_bytes) < 2**24
-    largest = refusal.buffers[0]
-    assert largest.bytes > 2**30
-    assert largest.place.file.endswith("test_prove.py")
-    assert "params['up']" in {buffer.what for buffer in refusal.buffers} or len(refusal.buffers) == 10
-    last = str(refusal).splitlines()[-1]
-    assert "jax.checkpoint" in last
+    assert refusal.buffers[0].bytes > 2**30
+    assert refusal.buffers[0].place.file.endswith("test_prove.py")
+    assert "jax.checkpoint" in str(refusal).splitlines()[-1]
+
+
+@needs_libtpu
+def test_what_a_refused_step_needs_includes_its_arguments():
+    mesh = sr.Topology("v5e:2x2").mesh(fsdp=4)
+    x = jax.ShapeDtypeStruct((2**16, 2**16), "bfloat16", sharding=NamedSharding(mesh, P()))
+    with pytest.raises(sr.OutOfMemory) as caught:
+        sr.prove(lambda x: jnp.sin(y := x @ x.T) @ y, x, on=mesh)
+    assert caught.value.required == pytest.approx(3 * 2**33, rel=0.01)
 
 
 @needs_libtpu
 def test_the_cache_of_jax_is_left_alone(tmp_path):
     """It is written for described devices, and cannot be read."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    for name, value in zip(names, (str(tmp_path), 0), strict=True):
-        jax.config.update(name, value)
+    settings = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0}
+    before = {name: getattr(jax.config, name) for name in settings}
     try:
-        mesh = sr.Topology("v5e:2x4").mesh(SIZES)
-        plan = sr.plan(params(layers=2), RULES, mesh)
-        sr.prove(lambda params, x: loss(params, x) * 3, plan, batch(mesh), on=mesh, time=True)
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        x = batch(mesh := sr.Topology("v5e:2x4").mesh(SIZES))
+        sr.prove(lambda x: jnp.sin(x) * 3, x, on=mesh, time=True)
         assert jax.config.jax_enable_compilation_cache
     finally:
         for name, value in before.items():
@@ -364,17 +358,3 @@ def test_the_example_of_405_billion_parameters():
     held = sum(shard_bytes(arguments[0])) + 4 * prove_405b.LENGTH
     # The compiler pads 126 scales to 128.
     assert held <= proof.memory.totals.arguments <= 1.0001 * held
-
-
-@needs_libtpu
-def test_what_a_refused_step_needs_includes_its_arguments():
-    mesh = sr.Topology("v5e:2x2").mesh(fsdp=4)
-    x = jax.ShapeDtypeStruct((2**16, 2**16), "bfloat16", sharding=NamedSharding(mesh, P()))
-
-    def products(x):
-        y = x @ x.T
-        return jnp.sin(y) @ y
-
-    with pytest.raises(sr.OutOfMemory) as caught:
-        sr.prove(products, x, on=mesh)
-    assert caught.value.required == pytest.approx(3 * 2**33, rel=0.01)

@@ -119,25 +119,12 @@ def test_a_step_that_does_not_fit(run):
         ("broken", ON, "has raised KeyError"),
         ("untraceable", ON, "the step fails: KeyError: 'missing'\nshardrules called <lambda>, which "),
         ("missing", ON, "has no 'missing'"),
+        ("step_on", ("--on", "v5e:3x3", "--mesh", "fsdp=9"), "v5e:3x3"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_told(run, function, options, message):
     code, _, err = run(function, *options)
     assert (code, message in err) == (2, True), err
-
-
-def test_a_topology_that_is_none_is_told(run):
-    code, _, err = run("step_on", "--on", "v5e:3x3", "--mesh", "fsdp=9")
-    assert (code, "a host has 2x2 chips" in err) == (2, True), err
-
-
-@needs_libtpu
-def test_a_second_run_takes_the_code_from_the_cache(run, tmp_path, monkeypatch):
-    monkeypatch.setenv("SHARDRULES_CACHE", str(tmp_path / "cache"))
-    texts = [run("step_on", *ON, "--time")[1] for _ in range(2)]
-    assert texts[1].splitlines()[0].endswith(" s, as its code was in the cache")
-    assert texts[0].splitlines()[1:] == texts[1].splitlines()[1:]
-    assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 @needs_libtpu

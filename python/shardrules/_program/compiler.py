@@ -17,14 +17,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zlib
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -46,12 +44,6 @@ from shardrules._program.memory import LiveRanges, Refusal, refused_bytes
 from shardrules._program.topologies.topology import device_identity, topology_of
 from shardrules._program.topologies.tpu import ENVIRONMENT, Slices, libtpu_path
 
-_Case = TypeVar("_Case")
-_Started = TypeVar("_Started")
-_Result = TypeVar("_Result")
-
-_AT_ONCE: Final = 2
-"""Compilers at once, each of several threads for a while: the next step is lowered meanwhile."""
 LIMIT: Final = 1200.0
 """Seconds after which the child is ended: it hangs, or the step is too large for this machine."""
 _LAST_WORDS: Final = 2000
@@ -65,17 +57,6 @@ _DUMPS: Final = re.compile(r"--xla_dump\w*(=\S*)?")
 _TOTAL: Final = re.compile(
     r"^(?:Memory Space: default \(color=0\)\nTotal bytes|Total bytes used): (\d+)", re.MULTILINE
 )
-
-
-class CompilerAnswer(NamedTuple):
-    """What XLA has written of a step before it generates code."""
-
-    program: Any
-    """What is read as the step compiled by JAX, or by the library of the step."""
-    peak: int
-    """Bytes of the device's memory that the compiler assigns, arguments included."""
-    warnings: str
-    """What XLA has written to standard error."""
 
 
 class Child:
@@ -111,14 +92,25 @@ class Child:
         (self.folder / "request").write_text(json.dumps(request), "utf-8")
         (self.folder / "request").rename(self.folder / "request.json")  # there when it is whole
 
-    def exit_code(self) -> int:
-        """Wait for it; `child.FAILED` is for an error, which is in error.txt.
+    def error(self, what: str) -> str:
+        """Wait for its end, and return the error that it ends with, or "".
 
         Raises:
-            subprocess.TimeoutExpired: It has not ended within `LIMIT`.
+            TimeoutError: It has not ended within `LIMIT`.
+            RuntimeError: It has crashed; with its last words.
         """
         assert self._process is not None
-        return self._process.wait(LIMIT)
+        try:
+            code = self._process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{what} has not ended in {LIMIT:g} s, and was stopped") from None
+        if code in (0, child.FAILED):
+            return self.text("error.txt") if code else ""
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        hint = "; the system may have had no memory left for it" if code == -9 else ""
+        words = self.text("stderr.txt")[-_LAST_WORDS:].splitlines() or ["it has said nothing"]
+        lines = [f"{what} has crashed, by {how}{hint}. Its last words:", *words]
+        raise RuntimeError(printable_lines(lines))
 
     def text(self, name: str) -> str:
         """Read one of its files, such as error.txt and stderr.txt."""
@@ -166,8 +158,11 @@ class AskedCompiler:
             self.close()
             raise
 
-    def answer(self) -> CompilerAnswer | Refusal:
-        """Wait for what the compiler makes of the step.
+    def answer(self) -> tuple[Any, str] | Refusal:
+        """Wait for what the compiler makes of the step, which is read as if JAX had compiled it.
+
+        Returns:
+            The program, in the box that the library of the step has around it; and XLA's warnings.
 
         Raises:
             RuntimeError: The compiler refuses the step for another reason than memory, or crashes;
@@ -176,33 +171,28 @@ class AskedCompiler:
             OSError: There is no room for its files.
         """
         try:
-            return self._read(self._child.exit_code())
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(
-                f"the compiler has not ended in {LIMIT:g} s, and was stopped"
-            ) from None
+            return self._read()
+        except RuntimeError as error:
+            raise _noted(error) from None
         finally:
             self.close()
 
-    def _read(self, code: int) -> CompilerAnswer | Refusal:
+    def _read(self) -> tuple[Any, str] | Refusal:
         """Read what the child and XLA have written."""
-        folder, topology = self._child.folder, self._topology
-        stderr = self._child.text("stderr.txt")
-        if code not in (0, child.FAILED):
-            raise _noted(RuntimeError(crash_text("the compiler", code, stderr)))
         numbers = None
-        if code:
-            error = self._child.text("error.txt")
+        if error := self._child.error("the compiler"):
             numbers = refused_bytes(error)
             if numbers is None:
-                raise _noted(RuntimeError(printable_lines(error.splitlines())))
-        dump = folder / "dump"
-        files = [next(dump.glob(f"*{name}"), None) for name in child.FILES]
+                raise RuntimeError(printable_lines(error.splitlines()))
+        folder, topology = self._child.folder, self._topology
+        files = [next(folder.glob(f"dump/*{name}"), None) for name in child.FILES]
         proto, report, buffers = (b"" if file is None else file.read_bytes() for file in files)
         module, total = module_of(proto), _TOTAL.search(report.decode("utf-8", "replace"))
         text = module.to_string() if module else ""
-        ranges = "".join(f.read_text("utf-8", "replace") for f in dump.glob("*-live-range.txt"))
-        live = LiveRanges(ranges, buffers.decode("utf-8", "replace"))
+        ranges = (
+            file.read_text("utf-8", "replace") for file in folder.glob("dump/*-live-range.txt")
+        )
+        live = LiveRanges("".join(ranges), buffers.decode("utf-8", "replace"))
         if numbers is not None:
             return Refusal(*numbers, text, live)
         if not text or total is None:
@@ -215,7 +205,7 @@ class AskedCompiler:
         inner = inner_of(self._lowered)
         inputs, outputs = _shardings(inner, self._mesh, module)
         stored = StoredProgram(inner, inputs, outputs, text, peak=peak, live=live)
-        return CompilerAnswer(boxed(self._lowered, stored), peak, stderr)
+        return boxed(self._lowered, stored), self._child.text("stderr.txt")
 
     def close(self) -> None:
         """End the child, and remove its files."""
@@ -226,35 +216,6 @@ def has_child(mesh: Any) -> bool:
     """Say whether a child can be asked for a mesh: of described TPUs, or of CPUs."""
     topology = topology_of(mesh)
     return is_of_cpus(mesh) if topology is None else isinstance(topology._layout, Slices)
-
-
-def results_in_order(
-    cases: Iterable[_Case],
-    start: Callable[[_Case], _Started],
-    result: Callable[[_Started], _Result],
-    end: Callable[[_Started], object],
-) -> Generator[_Result, None, None]:
-    """Yield the result of each case, while the compiler of the next is at work.
-
-    Args:
-        cases: What compilers are asked about.
-        start: Starts the compiler of a case.
-        result: Waits for it.
-        end: Ends it; of those that are left, if nobody asks for more.
-    """
-    started: deque[_Started] = deque()
-    try:
-        for case in cases:
-            started.append(start(case))
-            if len(started) == _AT_ONCE:
-                yield result(started[0])
-                started.popleft()
-        while started:
-            yield result(started[0])
-            started.popleft()
-    finally:
-        for each in started:
-            end(each)
 
 
 def compile_whole(lowered: Any, mesh: Any) -> Compiled | Refusal:
@@ -276,33 +237,25 @@ def compile_whole(lowered: Any, mesh: Any) -> Compiled | Refusal:
     return Refusal(*numbers)
 
 
-class Finished(NamedTuple):
-    """What the compiler has made of a step, to its end."""
-
-    text: str
-    """The module, which has the compiler's cycles; "" where the backend does not show it."""
-    seconds: float
-    """Time that it took to compile, or to read."""
-    compiled: Any = None
-    """A Compiled, of JAX or of flax; None if the cache has had the text."""
-
-
-def finished(lowered: Any, mesh: Any) -> Finished | Refusal:
+def finished(lowered: Any, mesh: Any) -> tuple[str, Compiled | None] | Refusal:
     """Compile a lowered step to its end, and of described TPUs keep its text, or read it.
 
     The folder has gzipped texts, which are read and never unpickled. What is not understood is
     compiled again.
+
+    Returns:
+        The module, which has the compiler's cycles, "" where the backend does not show it; and what
+        JAX or flax has compiled, None if the cache has had the text.
     """
-    path, begin = _kept_file(lowered, mesh), time.perf_counter()
+    path = _kept_file(lowered, mesh)
     if path is not None:
         with suppress(OSError, EOFError, zlib.error, ValueError):  # none, or a damaged one
             text = gzip.decompress(path.read_bytes()).decode()
             check_hlo(text)
-            return Finished(text, time.perf_counter() - begin)
+            return text, None
     compiled = compile_whole(lowered, mesh)
     if isinstance(compiled, Refusal):
         return compiled
-    seconds = time.perf_counter() - begin
     text = getattr(compiled, "compiled", compiled).as_text() or ""
     if path is not None:
         with suppress(OSError):  # such as no room, or no right to write
@@ -311,7 +264,7 @@ def finished(lowered: Any, mesh: Any) -> Finished | Refusal:
             entries = sorted(path.parent.glob("*.gz"), key=lambda entry: entry.stat().st_mtime)
             for entry in entries[:-_MOST_KEPT]:
                 entry.unlink()
-    return Finished(text, seconds, compiled)
+    return text, compiled
 
 
 def _kept_file(lowered: Any, mesh: Any) -> Path | None:
@@ -347,15 +300,6 @@ def _environment(slices: Slices | None) -> dict[str, str]:
         env = {**ENVIRONMENT, **env}
         levels |= {"TPU_MIN_LOG_LEVEL": "1", "TPU_STDERR_LOG_LEVEL": "1"}
     return env | levels
-
-
-def crash_text(what: str, code: int, stderr: str) -> str:
-    """Say how a child has crashed, and its last words."""
-    how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    hint = "; the system may have had no memory left for it" if code == -9 else ""
-    words = stderr[-_LAST_WORDS:].splitlines() or ["it has said nothing"]
-    lines = [f"{what} has crashed, by {how}{hint}. Its last words:", *words]
-    return printable_lines(lines)
 
 
 def _shardings(inner: Any, mesh: Any, module: Any) -> tuple[list[Any], list[Any]]:

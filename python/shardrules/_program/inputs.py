@@ -14,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardrules._base.specs import as_partition_spec, is_partition_spec
 from shardrules._base.text import (
-    brief,
     counted,
     mesh_shown,
     near_shown,
@@ -86,17 +85,13 @@ class _SideTargets:
         names = ", ".join(side.keywords)
         count = len(side.subtrees) - len(side.keywords)
         check_entries(plans, count)
-        if len(plans) not in (count, count + bool(names)):
-            keywords = f", and with keyword arguments, for which a dict may follow: {names}"
+        by_name = plans[count] if len(plans) > count else {}
+        is_named = isinstance(by_name, Mapping) and set(by_name) <= set(side.keywords)
+        if len(plans) < count or len(plans) > count + bool(names) or not is_named:
+            keywords = f", and with these keyword arguments, for which a dict may follow: {names}"
             raise _misfit(
                 f"inputs has {counted(len(plans), 'entry')}; the function was lowered with {count} "
                 f"positional arguments{keywords if names else ''}"
-            )
-        by_name = plans[count] if len(plans) > count else {}
-        if not isinstance(by_name, Mapping) or not set(by_name) <= set(side.keywords):
-            raise _misfit(
-                f"inputs[{count}] is {brief(by_name)}; it must be a dict for these keyword "
-                f"arguments: {names}"
             )
         places = [f"inputs[{i}]" for i in range(count)]
         places += [f"inputs[{count}][{name!r}]" for name in side.keywords]

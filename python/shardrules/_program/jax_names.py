@@ -242,19 +242,15 @@ def devices_without_jax(
     return list(described._make_compile_only_devices())
 
 
-class LoadedModule(NamedTuple):
-    """A module that is compiled to be run in this process."""
+def run_module(
+    asked: CompilerInput, mesh: Any
+) -> tuple[Callable[[list[Any]], list[list[Any]]], int, list[Any] | None]:
+    """Compile a module for the devices of a mesh, to be run in this process.
 
-    execute: Callable[[list[Any]], list[list[Any]]]
-    """Takes placed arrays, and returns for each result what each device has."""
-    bytes: int
-    """That a device needs."""
-    specs: list[Any] | None
-    """PartitionSpecs of the results; None on one device."""
-
-
-def run_module(asked: CompilerInput, mesh: Any) -> LoadedModule:
-    """Compile a module for the devices of a mesh."""
+    Returns:
+        What takes placed arrays, and returns for each result what each device has; the bytes that a
+        device needs; and the PartitionSpecs of the results, None on one device.
+    """
     parse = required("jax._src.sharding_impls", "parse_flatten_op_sharding")
     loaded = compile_input(asked, list(mesh.devices.flat))
     memory, shardings = loaded.get_compiled_memory_stats(), loaded.get_output_shardings()
@@ -265,7 +261,7 @@ def run_module(asked: CompilerInput, mesh: Any) -> LoadedModule:
         return list(results.disassemble_into_single_device_arrays())
 
     specs = shardings and [spec for sharding in shardings for spec in parse(sharding, mesh)]
-    return LoadedModule(execute, sum(sizes), specs)
+    return execute, sum(sizes), specs
 
 
 def compile_input(asked: CompilerInput, devices: list[Any], **dumps: Any) -> Any:

@@ -24,7 +24,7 @@ from jax import Array, ShapeDtypeStruct, tree_util
 from jax.sharding import PartitionSpec, Sharding
 from jax.stages import Compiled, Lowered
 
-from shardrules._base.specs import is_partition_spec, spec_shown
+from shardrules._base.specs import is_partition_spec
 from shardrules._base.text import counted, printable, shown
 from shardrules._plan.plan import Plan
 from shardrules._program.executable import Call, Library
@@ -70,17 +70,11 @@ def check_entries(plans: Any, count: int) -> None:
     """Check that `inputs` is a tuple, or a list: of entries for `count` arguments."""
     if isinstance(plans, tuple | list) and not is_partition_spec(plans):
         return
-    if not isinstance(plans, Plan | PartitionSpec | Sharding):
-        raise TypeError(
-            f"inputs is {shown(plans)}; give a tuple with an entry for each positional argument: "
-            f"{PLANNED}"
-        )
-    kind = "PartitionSpec" if is_partition_spec(plans) else type(plans).__name__
-    first = {"Plan": "plan", "PartitionSpec": spec_shown(plans)}.get(kind, "sharding")
-    entries = ", ".join([first, *["None"] * (count - 1)]) + ("," if count == 1 else "")
+    is_one = isinstance(plans, Plan | PartitionSpec | Sharding)
+    entries = ", ".join(["plan", *["None"] * (count - 1)]) + ("," if count == 1 else "")
     raise TypeError(
-        f"inputs is one {kind}; the function takes "
-        f"{counted(count, 'positional argument')}: write ({entries}), an entry for each"
+        f"inputs is {f'one {type(plans).__name__}' if is_one else shown(plans)}; give a tuple with "
+        f"an entry for each positional argument, such as ({entries}): {PLANNED}"
     )
 
 

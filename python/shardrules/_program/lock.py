@@ -82,8 +82,6 @@ def read_program_lock(data: bytes, name: str) -> Costs:
     content = parse_json(Path(name), data)
     with naming(name, f"; {_FIX}"):
         form = content.get("format") if isinstance(content, dict) else None
-        if isinstance(form, str) and form.startswith("shardrules lock"):
-            raise ValueError("not a lock of a program, but of a plan, which Plan.diff compares")
         if form != _FORMAT:
             raise ValueError(f"not a lock of a program: its format is {shown(form)}, not {_FORMAT}")
         return record_of("", content, Costs, "it")

@@ -337,16 +337,8 @@ def _answers(mesh: AnyMesh) -> dict[str, Any]:
     if not has_devices(mesh):
         return {"default_backend": "cpu", "device_count": mesh.size}
     devices = sorted(mesh.devices.flat, key=lambda device: device.id)
-    first = mesh.devices.flat[0]
-    of_process = [device for device in devices if device.process_index == first.process_index]
-    return {
-        "default_backend": first.platform,
-        "device_count": len(devices),
-        "devices": devices,
-        "local_device_count": len(of_process),
-        "local_devices": of_process,
-        "process_count": len({device.process_index for device in devices}),
-    }
+    platform = devices[0].platform
+    return {"default_backend": platform, "device_count": len(devices), "devices": devices}
 
 
 @contextmanager
@@ -366,8 +358,7 @@ def answered(mesh: AnyMesh | None) -> Iterator[dict[str, None]]:
         place = _asker(frame) if threading.get_ident() == thread else None
         if place is not None:
             end = "on the devices of the mesh"
-            if not is_answered:
-                end = "here, as a mesh without devices has none: the program may be another"
+            end = end if is_answered else "here: the program may be another"
             notes[f"the step asks {name} at {place}: answered as {end}"] = None
         return place is not None
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Final
@@ -27,8 +26,7 @@ from shardrules._place.mesh import as_mesh
 from shardrules._plan.findings import Finding, Findings
 from shardrules._plan.plan import Plan
 from shardrules._program import rehearse_child
-from shardrules._program.child import FAILED
-from shardrules._program.compiler import LIMIT, Child, crash_text
+from shardrules._program.compiler import Child
 from shardrules._program.executable import Executable
 from shardrules._program.jax_names import compiler_input, kept_arguments, lowered_shardings
 from shardrules._program.libraries import StoredProgram, boxed, call_of, inner_of
@@ -243,14 +241,8 @@ def _asked(
             (child.folder / f"{name}.pb").write_bytes(lowered.asked.options)
             request[name] = lowered.request
         child.ask(rehearse_child, arguments=single.arguments, results=single.results, **request)
-        try:
-            code = child.exit_code()
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(f"the step has not ended in {LIMIT:g} s: {_SMALLER}") from None
-        if code not in (0, FAILED):
-            raise RuntimeError(crash_text("the step", code, child.text("stderr.txt")))
-        if code:
-            words = child.text("error.txt")[-_LAST_WORDS:]
+        if error := child.error("the step"):
+            words = error[-_LAST_WORDS:]
             fix = f": {_SMALLER}" if words.startswith("MemoryError") else ""
             raise RuntimeError(
                 printable_lines(["the step cannot be run here:", *f"{words}{fix}".splitlines()])

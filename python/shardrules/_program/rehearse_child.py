@@ -59,8 +59,9 @@ def _program(folder: Path, name: str, request: dict[str, Any]) -> Any:
     devices = np.array(jax.devices("cpu")[:count]).reshape(tuple(sizes.values()))
     mesh = Mesh(devices, tuple(sizes))
     module, options = ((folder / f"{name}.{end}").read_bytes() for end in ("bc", "pb"))
-    loaded = run_module(CompilerInput(module, options, asked["overrides"], [*range(count)]), mesh)
-    needed, free = loaded.bytes * count, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    asked_of = CompilerInput(module, options, asked["overrides"], [*range(count)])
+    execute, bytes_each, of_results = run_module(asked_of, mesh)
+    needed, free = bytes_each * count, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > free:
         raise MemoryError(f"it needs {bytes_shown(needed)}, of {bytes_shown(free)}")
     specs = [[tuple(axes) if type(axes) is list else axes for axes in s] for s in asked["specs"]]
@@ -71,8 +72,8 @@ def _program(folder: Path, name: str, request: dict[str, Any]) -> Any:
             jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
             for array, sharding in zip(arrays, shardings, strict=True)
         ]
-        results = loaded.execute(placed)
-        targets = [NamedSharding(mesh, s) for s in loaded.specs or [PartitionSpec()] * len(results)]
+        results = execute(placed)
+        targets = [NamedSharding(mesh, s) for s in of_results or [PartitionSpec()] * len(results)]
         rows = zip(request["results"], targets, results, strict=True)
         return [
             jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards)

@@ -16,14 +16,14 @@ from shardrules._base.text import bytes_shown, mesh_shown, record, seconds_shown
 from shardrules._place.mesh import as_mesh, axes_of_type, has_devices
 from shardrules._plan.answers import Column, Table
 from shardrules._plan.planning import plan
-from shardrules._program.compiler import has_child, results_in_order
+from shardrules._program.compiler import has_child
 from shardrules._program.hlo import exchanges, hlo_errors
 from shardrules._program.memory import OutOfMemory
 from shardrules._program.program import Program
 from shardrules._program.solve.constraints import constrained_step, spec_of_cuts
 from shardrules._program.solve.layout import STORED
 from shardrules._program.solve.spread import Seconds
-from shardrules._program.verify.prove import AskedProof
+from shardrules._program.verify.prove import AskedProof, asked_in_order
 from shardrules._program.work import flops_of_kernels, product_nodes
 
 if TYPE_CHECKING:
@@ -212,14 +212,10 @@ def mesh_to_compile(row: Contender, topology: Topology | None) -> Mesh | None:
     return mesh if has_child(mesh) and not axes_of_type(mesh, "Explicit") else None
 
 
-_Asked = tuple[Contender, AskedProof]
-"""A layout that is compiled now."""
-
-
 def compiled(rows: Iterable[Contender], topology: Topology | None) -> Iterator[Contender]:
     """Yield the layouts with what the compiler makes of each; two are compiled at once."""
 
-    def asked(row: Contender) -> _Asked:
+    def asked(row: Contender) -> tuple[Contender, AskedProof]:
         mesh, step = mesh_to_compile(row, topology), row.search.space.step
         assert mesh is not None
         args = list(step._trees)
@@ -234,12 +230,13 @@ def compiled(rows: Iterable[Contender], topology: Topology | None) -> Iterator[C
         function = constrained_step(step, row.spread, mesh)
         return row, AskedProof(function, tuple(args), on=mesh)
 
-    return results_in_order(rows, asked, _with_answer, lambda asked: asked[1].close())
+    for row, proof in asked_in_order(rows, asked):
+        assert proof is not None
+        yield _with_answer(row, proof)
 
 
-def _with_answer(asked: _Asked) -> Contender:
+def _with_answer(row: Contender, proof: AskedProof) -> Contender:
     """Return a layout with the compiler's answer."""
-    row, proof = asked
     try:
         row.program, memory = (answer := proof.proof()).program, answer.memory
         assert memory is not None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import cache
 from time import perf_counter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from jax import tree_util
 from jax.stages import Compiled
@@ -254,38 +255,66 @@ class AskedProof:
         """Wait for the compiler, and compare what it makes with what is planned, as `prove`."""
         mesh, topology = self._mesh, topology_of(self._mesh)
         answer = None if self._compiler is None else self._compiler.answer()
-        seconds, ended = perf_counter() - self._begin, None
-        if self._needs_code or answer is None:
+        text, compiled, seconds = "", None, perf_counter() - self._begin
+        if isinstance(answer, Refusal):
+            raise answer.error()
+        has_code = self._needs_code or answer is None
+        if has_code:
+            begin = perf_counter()
             ended = finished(self._lowering.lowered, mesh)
-        for refusal in (answer, ended):
-            if isinstance(refusal, Refusal):
-                raise refusal.error()
-        assert not isinstance(answer, Refusal)
-        assert not isinstance(ended, Refusal)
+            if isinstance(ended, Refusal):
+                raise ended.error()
+            (text, compiled), seconds = ended, perf_counter() - begin
         room = self._room
         if room is None and answer is not None and topology is not None:
             room = topology.hardware.memory_bytes
         elif room is None and mesh is not None and has_devices(mesh):
             room = memory_limit(mesh)
+        content, warnings = (compiled, "") if answer is None else answer
         findings, program = findings_and_program(
-            answer.program if answer is not None else ended and ended.compiled,
-            *self._planned, hbm=room, large=self._large, budget=self._budget,
-            unplaced=self._unplaced, log="" if answer is None else answer.warnings,
+            content, *self._planned, hbm=room, large=self._large, budget=self._budget,
+            unplaced=self._unplaced, log=warnings,
         )  # fmt: skip
         time: ProgramTime | Roofline | None = None
-        if topology is not None:
-            time = time_on(topology, mesh, ended.text) if ended else roofline_on(topology, program)
+        if topology is not None and mesh is not None:
+            time = time_on(topology, mesh, text) if has_code else roofline_on(topology, program)
         return Proof(
             target=_target_shown(mesh or program.mesh, topology),
             findings=findings,
             program=program,
             room=room,
-            seconds=ended.seconds if ended else seconds,
+            seconds=seconds,
             time=time,
             notes=tuple(self._lowering.notes),
-            compiled=ended and ended.compiled,
-            is_cached=ended is not None and ended.compiled is None,
+            compiled=compiled,
+            is_cached=has_code and compiled is None,
         )
+
+
+_Case = TypeVar("_Case")
+_Row = TypeVar("_Row")
+_AT_ONCE: Final = 2
+"""Compilers at once, each of several threads for a while: the next step is lowered meanwhile."""
+
+
+def asked_in_order(
+    cases: Iterable[_Case], ask: Callable[[_Case], tuple[_Row, AskedProof | None]]
+) -> Generator[tuple[_Row, AskedProof | None], None, None]:
+    """Yield what is asked about each case, while the compiler of the next is at work."""
+    asked: deque[tuple[_Row, AskedProof | None]] = deque()
+    try:
+        for case in cases:
+            asked.append(ask(case))
+            if len(asked) == _AT_ONCE:
+                yield asked[0]
+                asked.popleft()
+        while asked:
+            yield asked[0]
+            asked.popleft()
+    finally:
+        for _, proof in asked:
+            if proof is not None:
+                proof.close()
 
 
 def _planned_on(mesh: AnyMesh, planned: Any) -> Any:

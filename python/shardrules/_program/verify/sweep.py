@@ -27,11 +27,11 @@ from shardrules._base.text import (
 from shardrules._place.mesh import AnyMesh, as_mesh
 from shardrules._plan.answers import Answer, Column, Table
 from shardrules._plan.sweep import factorizations
-from shardrules._program.compiler import is_of_cpus, results_in_order
+from shardrules._program.compiler import is_of_cpus
 from shardrules._program.lowering import check_step_on, step_parts
 from shardrules._program.memory import Buffer, OutOfMemory
 from shardrules._program.topologies.topology import Topology, topology_of, topology_shown
-from shardrules._program.verify.prove import BY_CPU, AskedProof
+from shardrules._program.verify.prove import BY_CPU, AskedProof, asked_in_order
 from shardrules._program.work import Roofline
 
 _AXES: Final = ("fsdp", "tp")
@@ -201,11 +201,11 @@ def swept(
         for choice in product(*values.values())
     ]
     rows: list[StepSweepRow] = []
-    results = results_in_order(cases, partial(_asked, step_on, room), _row, _close)
-    with suppress(KeyboardInterrupt), closing(results) as finished:
+    results = asked_in_order(cases, partial(_asked, step_on, room))
+    with suppress(KeyboardInterrupt), closing(results) as asked:
         show(f"0 of {len(cases)} programs")
-        for row in finished:
-            rows.append(row)
+        for row, compiler in asked:
+            rows.append(row if compiler is None else _answered(row, compiler))
             show(f"{len(rows)} of {len(cases)} programs")
     if not rows:
         raise KeyboardInterrupt
@@ -230,7 +230,7 @@ def _checked_choices(
     if empty := [name for name, items in values.items() if not items]:
         raise ValueError(f"{empty[0]}: there are no values to try")
     for value in values.get("batch", ()):
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if not isinstance(value, int | float) or value <= 0:
             raise ValueError(f"batch is {shown(value)}; it must be a number above 0")
     signature = inspect.signature(step_on)
     try:
@@ -259,11 +259,11 @@ def _meshes(on: SweptOn, axes: Sequence[str] | None) -> list[AnyMesh]:
 
 
 _Case: TypeAlias = tuple[AnyMesh, dict[str, Any]]
-_Asked: TypeAlias = tuple[StepSweepRow, AskedProof | None]
-"""A row without an answer, and the compiler that is asked for it, if any."""
 
 
-def _asked(step_on: Callable[..., Any], room: int | None, case: _Case) -> _Asked:
+def _asked(
+    step_on: Callable[..., Any], room: int | None, case: _Case
+) -> tuple[StepSweepRow, AskedProof | None]:
     """Start the compiler of a row; or let it say why that cannot be done."""
     mesh, choice = case
     row = StepSweepRow(dict(mesh.shape), choice, None, None, {}, None)
@@ -278,17 +278,8 @@ def _asked(step_on: Callable[..., Any], room: int | None, case: _Case) -> _Asked
         return row._replace(why=_said(error)), None
 
 
-def _close(asked: _Asked) -> None:
-    """End the compiler of a row."""
-    if asked[1] is not None:
-        asked[1].close()
-
-
-def _row(asked: _Asked) -> StepSweepRow:
+def _answered(row: StepSweepRow, compiler: AskedProof) -> StepSweepRow:
     """Wait for the compiler of a row."""
-    row, compiler = asked
-    if compiler is None:
-        return row
     try:
         proof = compiler.proof()
     except OutOfMemory as refusal:
