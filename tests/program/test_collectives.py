@@ -151,6 +151,12 @@ class TestProgram:
         assert content["mesh"] == {"fsdp": 4, "tp": 2}
         assert [row["kind"] for row in content["collectives"]] == [row.kind for row in program.collectives]
 
+    def test_what_is_planned_by_a_spec_may_be_the_batch(self):
+        plan = sr.plan(jax.ShapeDtypeStruct((256, 256), "float32"), [("", P("fsdp"))], MESH)
+        x = jax.ShapeDtypeStruct((8, 256), "float32", sharding=NamedSharding(MESH, P("tp")))
+        compiled = jax.jit(jnp.dot).lower(x, plan.abstract()).compile()
+        assert sr.inspect(compiled, (P("tp"), plan)).batch_axes == {"tp"}
+
     def test_a_plan_that_does_not_fit_is_an_error(self):
         with pytest.raises(ValueError, match="inputs"):
             sr.inspect(COMPILED, (P(None, "fsdp", "tp"),))

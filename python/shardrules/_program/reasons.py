@@ -58,8 +58,11 @@ class Reasons:
 
     def rows(self, exchanges: Sequence[Exchange]) -> Sequence[Row]:
         """Return a row for each of a module's exchanges, in order."""
-        self._rows = [Row(self, exchange) for exchange in exchanges]
-        return self._rows
+        rows = [Row(self, exchange) for exchange in exchanges]
+        # Without the rows themselves, which would keep the graph in memory as a cycle.
+        sums = (row for row in rows if row.what == "sum")
+        self._sums = [(row.result, row.leaf, row.axes) for row in sums if row.leaf is not None]
+        return rows
 
     @property
     def values(self) -> Values:
@@ -106,17 +109,16 @@ class Reasons:
     def _gradient_axes(self) -> frozenset[str]:
         """Return the axes over which gradients are summed, but for those of a few."""
         leaves_of: dict[str, set[int]] = {}
-        for row in self._rows:
-            if row.what == "sum" and row.leaf is not None:
-                for axis in row.axes:
-                    leaves_of.setdefault(axis, set()).add(row.leaf)
+        for _, leaf, axes in self._sums:
+            for axis in axes:
+                leaves_of.setdefault(axis, set()).add(leaf)
         least = _BATCH_SHARE * self.size(chain(*(state.inputs for state in self._carried)))
         return frozenset(axis for axis, leaves in leaves_of.items() if self.size(leaves) > least)
 
     @cached_property
     def behind_gradients(self) -> frozenset[int]:
         """Values that are made of summed gradients, as those of an optimizer are."""
-        sums = [row.result for row in self._rows if row.what == "sum"]
+        sums = [result for result, _, _ in self._sums]
         return frozenset(self.values.reached(sums, lambda node: self.values.used_by[node]))
 
     def next_of(self, leaf: int) -> frozenset[int]:

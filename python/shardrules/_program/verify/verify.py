@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 from shardrules._base.arguments import byte_size, check_type, memory_bytes
+from shardrules._base.io import collector_paused
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import brief, bytes_shown, counted, nearest
 from shardrules._place.mesh import AnyMesh
@@ -96,10 +97,10 @@ def verify(
         nothing found: 1 of 2 inputs planned, 1 of 1 output planned; peak memory within 95.0 GB
         >>> sr.verify(compiled, (plan, None)).raise_for("error")
     """
-    findings, _ = findings_and_program(
-        compiled, inputs, outputs, hbm=hbm, large=large, budget=budget
-    )
-    return findings
+    with collector_paused():  # until what is read is gone
+        return findings_and_program(compiled, inputs, outputs, hbm=hbm, large=large, budget=budget)[
+            0
+        ]
 
 
 def findings_and_program(
