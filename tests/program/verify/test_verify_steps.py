@@ -237,3 +237,52 @@ def test_a_cache_that_is_gathered_where_it_is_read(mesh, read):
     findings = sr.verify(compiled, (P("fsdp"), P("fsdp"), None), P("fsdp"), large=LARGE)
     told = [one for one in findings.at_least("warning") if one.kind == "unexpected"]
     assert len(told) == (read == P())
+
+
+# Arguments of `prove` that nothing places: one program for each, and a word about it
+
+KERNEL = {"w": jax.ShapeDtypeStruct((64, 64), "float32")}
+ARRAYS = {
+    "numpy": np.ones((32, 64), "float32"),
+    "float64 of numpy": np.ones((32, 64)),
+    "jax": jnp.ones((32, 64), "float32"),
+    "abstract": jax.ShapeDtypeStruct((32, 64), "float32"),
+}
+
+
+def squares(params, x, scale=1.0, rate=1.0):
+    return jnp.mean((x * scale @ params["w"]) ** 2) * rate
+
+
+def without_sharding(proof):
+    return [one for one in proof.findings if "without a sharding" in one.message]
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_an_array_without_a_sharding_is_the_same_program_whatever_it_is(mesh, is_on):
+    step, plan = jax.jit(squares), sr.plan(KERNEL, [("w", P("fsdp", "tp"))], mesh)
+    proofs = [sr.prove(step, plan, x, on=mesh if is_on else None, time=True) for x in ARRAYS.values()]
+    assert len({proof.compiled.as_text() for proof in proofs}) == 1
+    for proof in proofs:
+        (finding,) = without_sharding(proof)
+        assert (finding.level, finding.kind, finding.paths) == ("warning", "input", ("inputs/1",))
+        assert finding.bytes == 32 * 64 * 4
+        assert "NamedSharding(plan.mesh, P('fsdp'))" in finding.fix
+
+
+def test_what_has_a_sharding_is_no_finding_and_beside_it_the_rest_is_info(mesh):
+    plan = sr.plan(KERNEL, [("w", P("fsdp", "tp"))], mesh)
+    for spec in (("fsdp",), ()):
+        assert not without_sharding(sr.prove(jax.jit(squares), plan, shape(mesh, (32, 64), *spec), on=mesh))
+    x = shape(mesh, (32, 64), "fsdp")
+    (finding,) = without_sharding(sr.prove(jax.jit(squares), plan, x, np.ones(64, "float32"), 0.1, on=mesh))
+    assert (finding.level, finding.paths) == ("info", ("inputs/2",))
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_jit_itself_may_say_how_it_is_sharded(mesh, name):
+    plan = sr.plan(KERNEL, [("w", P("fsdp", "tp"))], mesh)
+    step = jax.jit(squares, in_shardings=(plan.shardings(), NamedSharding(mesh, P("fsdp"))))
+    proof = sr.prove(step, plan, ARRAYS[name], on=mesh, time=True)
+    assert proof.compiled.input_shardings[0][1].spec == P("fsdp")
+    assert not without_sharding(proof)
