@@ -449,6 +449,19 @@ def test_values_in_any_context():
             assert [[one.kind for one in told(array)] for array in of_either] == [["differs"]] * 2
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this JAX has no sums that are yet to be taken")
+def test_parts_of_a_sum_are_no_copies():
+    mesh = Mesh(mesh_of().devices, ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    values = np.arange(64, dtype="float32").reshape(8, 8)
+    x, y = (put(spec, mesh)(values) for spec in (P(None, "tp"), P("tp", None)))
+    product = partial(jnp.einsum, "ij,jk->ik", out_sharding=P(None, None, unreduced={"tp"}))
+    with jax.set_mesh(mesh):
+        parts = {"w": jax.jit(product)(x, y)}
+    findings = sr.audit(parts, sr.plan(parts, [("w", ())], mesh), values=True)
+    assert [one.kind for one in findings] == ["sharding"]
+    assert findings.scope.endswith("; copies of 0 leaves compared")
+
+
 def test_misuse(planned):
     tree, plan = planned
     with pytest.raises(ValueError, match=r"fsdp=4,tp=2 has no devices .*plan\.on_mesh\(mesh\)"):
