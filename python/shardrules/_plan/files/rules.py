@@ -293,7 +293,7 @@ def _companions(table: _RuleFileTable) -> tuple[Companion, ...]:
     found: list[Companion] = []
     for index, entry in enumerate(table.stacked):
         where = f"stacked[{index}]: "
-        arguments = {"at": entry} if isinstance(entry, str) else entry
+        arguments: Any = {"at": entry} if isinstance(entry, str) else entry
         if not isinstance(arguments, dict) or "at" not in arguments:
             raise TypeError(
                 f"{where}it is {shown(entry)}; write the path of the stack, or a table of at and "

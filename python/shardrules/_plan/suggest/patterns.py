@@ -129,7 +129,8 @@ def _with_names_apart(path: Folded, paths: Sequence[str]) -> Iterator[Folded]:
         return
     rows_of: dict[tuple[str, ...], list[int]] = defaultdict(list)
     pattern = re.compile("([0-9]+)".join(map(re.escape, parts[::2])))
-    for row in path.rows.tolist():
+    of_path: list[int] = path.rows.tolist()
+    for row in of_path:
         match = pattern.fullmatch(paths[row])
         assert match is not None
         rows_of[tuple(match[place // 2 + 1] for place in names)].append(row)
