@@ -182,7 +182,7 @@ def with_followers(
         beside = kernels[*module] if unit.dims.is_vector else ()
         for kernel in beside:
             if _belongs(name, units[kernel].names[-1], len(beside)):
-                followed = _followed_kernel(unit, units[kernel], cuts[kernel], name)
+                followed = _followed_kernel(unit, units[kernel], cuts[kernel], axis_sizes)
                 if part_count(followed) >= part_count(cuts[number]):
                     cuts_with_followers[number] = followed
                 break
@@ -197,11 +197,18 @@ def _belongs(name: str, kernel: str, kernels: int) -> bool:
     return is_its and (name.endswith("_bias") or _SCALES.fullmatch(name) is not None)
 
 
-def _followed_kernel(unit: Unit, kernel: Unit, cuts: Cuts, name: str) -> Cuts:
+def _followed_kernel(unit: Unit, kernel: Unit, cuts: Cuts, axis_sizes: Mapping[str, int]) -> Cuts:
     """Return the axes of each dimension of the array as those of the kernel's, if any."""
-    if _SCALES.fullmatch(name) and 1 < len(unit.shape) <= len(kernel.shape):
-        pairs = zip(unit.shape, kernel.shape, cuts, strict=False)
-        return tuple(axes if size == of else () for size, of, axes in pairs)
+    if _SCALES.fullmatch(unit.names[-1]) and 1 < len(unit.shape) <= len(kernel.shape):
+        # Scales are of blocks, which are fewer: as many of the axes as divide them.
+        return tuple(
+            next(
+                axes[:end]
+                for end in range(len(axes), -1, -1)
+                if size % prod(axis_sizes[axis] for axis in axes[:end]) == 0
+            )
+            for size, axes in zip(unit.shape, cuts, strict=False)
+        )
     columns = [*kernel.dims.columns]
     followed: list[Axes] = []
     for size in unit.shape:
