@@ -228,6 +228,7 @@ FLOATS = ((8, 8), "float32", "fsdp")
 LARGE = partial(scaled, call=lambda x: jnp.where(x > 10, 1 + lax.axis_index("fsdp"), x))
 MASKED = partial(scaled, call=lambda x: jnp.where(x > 0.1, x, -jnp.inf))
 INFINITE = partial(scaled, call=lambda x: x.at[0, 0].set(jnp.inf))
+SLOW = partial(scaled, call=lambda x: x - 1e-3 * x.astype("bfloat16").sum(0).astype("float32"))
 ROWS = np.full((8, 8), 11, "float32")
 REPORTED = {
     "sums behind what is not linear": (summed_late, {}, "error[unequal]"),
@@ -239,6 +240,7 @@ REPORTED = {
     "infinities of a mask": (MASKED, {}, ""),
     "infinities of each": (INFINITE, {}, "error[unequal]: outputs[2, 0] is inf sharded, and"),
     "choices": (partial(scaled, call=numbered, dtype="int32"), {}, "; 75% of the values differ"),
+    "a small change, by coarse floats": (SLOW, {}, " of its change, where rounding"),
     "small values": (LARGE, {}, ""),
     "large values": (LARGE, {"args": (ROWS,)}, "error[unequal]"),
     "as much as is accepted": (LARGE, {"args": (ROWS,), "rtol": 100}, ""),

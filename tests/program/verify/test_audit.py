@@ -109,6 +109,12 @@ def test_what_cuts_alike_is_equal(wanted, found):
         assert sr.audit({"w": array}, sr.plan({"w": array}, [("w", wanted)], other)) == ()
 
 
+def test_what_the_plan_leaves_to_xla_may_be_cut_in_any_way():
+    plan = sr.plan({"w": np.ones((8, 8))}, [("w", P("fsdp", P.UNCONSTRAINED))], mesh_of())
+    for spec, told in ((P("fsdp"), []), (P("fsdp", "tp"), []), (P("tp", "fsdp"), ["sharding"])):
+        assert [one.kind for one in sr.audit({"w": put(spec)(np.ones((8, 8)))}, plan)] == told
+
+
 def test_one_device():
     mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
     tree = {"w": jnp.ones((8, 8)), "n": jax.device_put(np.ones(3), jax.devices()[0])}

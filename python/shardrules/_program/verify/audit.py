@@ -26,6 +26,7 @@ from shardrules._base.specs import (
     Entries,
     as_partition_spec,
     entries_of,
+    entry_axes,
     is_unconstrained,
     partition_spec,
     spec_shown,
@@ -44,6 +45,7 @@ from shardrules._plan.fold import fold, fold_paths
 from shardrules._plan.kinds import (
     DEFAULT_LARGE,
     Kind,
+    axes_named,
     axes_used,
     device_bytes,
     dtype_shown,
@@ -326,12 +328,13 @@ class _Audit:
             yield _Fault("sharding", f"sharded as {actual}", placement_shown(kind))
 
     def _spec(self, kind: Kind, sharding: Any) -> PartitionSpec:
-        """Return the planned spec; the array's entries replace unconstrained ones."""
+        """Return the planned spec; entries of the array's free axes replace unconstrained ones."""
         spec = as_partition_spec(Entries() if kind.spec is None else kind.spec)
         is_on_mesh = getattr(sharding, "mesh", None) == self._mesh
         actual = chain(entries_of(sharding.spec) if is_on_mesh else (), repeat(None))
-        pairs = zip(entries_of(spec), actual, strict=False)
-        return with_entries(spec, (b if is_unconstrained(a) else a for a, b in pairs))
+        named, pairs = axes_named(kind.spec), zip(entries_of(spec), actual, strict=False)
+        free = ((a, b if named.isdisjoint(entry_axes(b)) else None) for a, b in pairs)
+        return with_entries(spec, (b if is_unconstrained(a) else a for a, b in free))
 
 
 # Leaves of a live tree.
