@@ -54,6 +54,7 @@ WRONG = [
     ({"xyz": 1}, r"'xyz'.*data, fsdp, tp.*all-gather.*total.*peak"),
     ({"": 1}, r"budget\[''\]"),
     ({"fsdp,": 1}, r"budget\['fsdp,'\]"),
+    ({"peak": "90"}, r"budget\['peak'\] is '90': that is 90 bytes; write '90GB'"),
     ({"fsdp": "25 TP"}, r"budget\['fsdp'\].*'25 TP'.*96GB"),
     ({"fsdp": -1}, r"budget\['fsdp'\] is -1"),
 ]
@@ -63,6 +64,12 @@ WRONG = [
 def test_a_wrong_budget_is_a_value_error(compiled, budget, told):
     with pytest.raises(ValueError, match=told):
         budgeted(compiled, budget)
+
+
+def test_prove_tells_it_before_anything_is_compiled(monkeypatch):
+    monkeypatch.setattr("shardrules._program.verify.prove.AskedCompiler", None)
+    with pytest.raises(ValueError, match=r"did you mean fsdp\?"):
+        sr.prove(lambda x: x, np.ones(8, "float32"), on={"fsdp": 2}, budget={"fdsp": 1})
 
 
 @pytest.mark.parametrize("budget", [3, "fsdp=1GB", ["fsdp"], {3: 1}, {"fsdp": None}, {"fsdp": b"1"}])
