@@ -55,35 +55,29 @@ class Case(NamedTuple):
 def rows(*names: str) -> Iterator[Row]:
     """Yield the rows of the cases with these names, or of all."""
     for name in names or CASES:
+        processes = 2 if name == "columns" else 1
+        flags = f"--xla_force_host_platform_device_count={8 // processes**2}"
+        environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = str(free.getsockname()[1])
         with tempfile.TemporaryDirectory() as folder:
-            for entry in _of_processes(name, folder, 2 if name == "columns" else 1):
-                yield Row(*entry)
+            command = [sys.executable, "-m", "benchmarks.checkpoints", "--run", name, folder]
+            joint = [[port, str(i)] if processes > 1 else [] for i in range(processes)]
+            started = [
+                subprocess.Popen([*command, *each], env=environment, stdout=subprocess.PIPE)
+                for each in joint
+            ]
+            outputs = [process.communicate()[0] for process in started]
+        if any(process.returncode for process in started):
+            raise RuntimeError(f"{name} has failed, as it says above")
+        for entry in json.loads(outputs[0].splitlines()[-1]):
+            yield Row(*entry)
 
 
-def _of_processes(name: str, folder: str, processes: int) -> list[Any]:
-    flags = f"--xla_force_host_platform_device_count={8 if processes == 1 else 2}"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "benchmarks.checkpoints", "--run", name, folder]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = [
-        subprocess.Popen(
-            [*command, *([port, str(i)] if processes > 1 else [])], env=environment, **pipes
-        )
-        for i in range(processes)
-    ]
-    outputs = [process.communicate() for process in started]
-    for process, (_, error) in zip(started, outputs, strict=True):
-        if process.returncode:
-            raise RuntimeError(f"{name}: {error[-3000:]}")
-    return list(json.loads(outputs[0][0].splitlines()[-1]))
-
-
-def mesh_of(*sizes: int) -> Mesh:
-    """Return a mesh of ("fsdp", "tp")."""
-    return Mesh(np.array(jax.devices()).reshape(sizes), ("fsdp", "tp"))
+def mesh_of(*axes: str) -> Mesh:
+    """Return a mesh of all devices, the second axis of two."""
+    return Mesh(np.array(jax.devices()).reshape(-1, 2), axes or ("fsdp", "tp"))
 
 
 def random(shape: tuple[int, ...], dtype: Any = "float32") -> Any:
@@ -119,7 +113,7 @@ def loaded(name: str, folder: str) -> Case:
     what, array, count, spec, bar = LOADED[name]
     is_turned = name == "turned"
     write(folder, {f"layers.{i}.w": array(i) for i in range(count)}, 4)
-    mesh = mesh_of(4, 2)
+    mesh = mesh_of()
 
     def plain() -> Any:
         found = {}
@@ -143,7 +137,7 @@ def names(folder: str) -> Case:
         arrays |= {name: code, f"{name}_scale_inv": scale}
     write(folder, arrays, 1)
     rules = [("experts", ("fsdp", None, "tp")), ("", ())]
-    ours = partial(sr.load, folder, rules, mesh_of(4, 2), renames=[STACK])
+    ours = partial(sr.load, folder, rules, mesh_of(), renames=[STACK])
     return Case("89,089 tensors of DeepSeek-V3's names, experts stacked", ours, None, 10.0)
 
 
@@ -156,8 +150,7 @@ def columns(folder: str) -> Case:
         done.touch()
     while not done.exists():
         time.sleep(0.1)
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("tp", "fsdp"))
-    sharding = NamedSharding(mesh, BOTH)
+    sharding = NamedSharding(mesh_of("tp", "fsdp"), BOTH)
 
     def plain() -> Any:
         arrays = {}
@@ -172,26 +165,26 @@ def columns(folder: str) -> Case:
         return jax.block_until_ready(arrays)
 
     what = "columns over 2 processes, 0.5 GB / numpy.memmap slices"
-    return Case(what, lambda: sr.load(folder, BOTH, mesh), plain, 1.2)
+    return Case(what, partial(sr.load, folder, sharding), plain, 1.2)
 
 
 def resharded(_: str) -> Case:
     """Return a case of a live tree that goes to other cuts."""
-    mesh = mesh_of(4, 2)
-    values = jax.device_put(list(random((32, 2048, 1024))), NamedSharding(mesh, BOTH))
+    here, there = (NamedSharding(mesh_of(), spec) for spec in (BOTH, P("tp", "fsdp")))
+    values = jax.device_put(list(random((32, 2048, 1024))), here)
     tree = {f"w{i}": value for i, value in enumerate(values)}
-    there = NamedSharding(mesh, P("tp", "fsdp"))
-    return Case(
-        "0.27 GB to other cuts / device_put",
-        lambda: jax.block_until_ready(sr.reshard(tree, there)),
-        lambda: jax.block_until_ready(jax.device_put(tree, dict.fromkeys(tree, there))),
-        1.0,
-    )
+
+    def plain() -> Any:
+        return jax.block_until_ready(jax.device_put(tree, dict.fromkeys(tree, there)))
+
+    ours = partial(sr.reshard, tree, there)
+    what = "0.27 GB to other cuts / device_put"
+    return Case(what, lambda: jax.block_until_ready(ours()), plain, 1.0)
 
 
 def written(folder: str) -> Case:
     """Return a case of saved arrays, on the disk before a call returns, in both ways."""
-    values = jax.device_put(list(random((32, 512, 1024))), NamedSharding(mesh_of(4, 2), BOTH))
+    values = jax.device_put(list(random((32, 512, 1024))), NamedSharding(mesh_of(), BOTH))
     target = Path(folder) / "saved"
 
     def copied() -> Any:  # an array keeps what numpy has of it
@@ -250,9 +243,9 @@ def _peak(call: Callable[[], Any]) -> tuple[Any, int]:
 
 def _parts(arrays: Any) -> list[Any]:
     """Return what is here of arrays."""
-    shards = [getattr(array, "addressable_shards", None) for _, array in sorted(arrays.items())]
-    rows = zip(shards, sorted(arrays.items()), strict=True)
-    return [np.asarray(p.data if own else p) for own, (_, a) in rows for p in own or [a]]
+    in_order = [array for _, array in sorted(arrays.items())]
+    shards = [getattr(array, "addressable_shards", ()) for array in in_order]
+    return [np.asarray(shard.data) for own in shards for shard in own] or in_order
 
 
 def _measured(name: str, folder: str) -> Iterator[Row]:

@@ -8,7 +8,8 @@ import safetensors.numpy
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.checkpoint.test_load import bits, mesh_of
+from tests.checkpoint.test_layouts import check
+from tests.checkpoint.test_load import mesh_of
 
 fsspec = pytest.importorskip("fsspec")
 memory = pytest.importorskip("fsspec.implementations.memory")
@@ -65,22 +66,11 @@ def load(name="model.safetensors", **more):
     return sr.load(f"faulty://{name}", P("tp", "fsdp"), mesh_of((2, 4)), **more)
 
 
-def check(loaded, arrays):
-    assert {name: bits(array) for name, array in loaded.items()} == {
-        name: bits(array) for name, array in arrays.items()
-    }
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "whole", "whole/model.safetensors.index.json"])
 def test_a_file_an_index_and_a_directory(arrays, name):
     check(load(name), arrays)
-    assert list(sr.read_model(f"faulty://{name}")) == list(arrays)
-
-
-def test_renamed_arrays(arrays):
-    renames = [sr.Rename("w{i}", "w", "a b -> i b a")]
-    made = sr.load("faulty://model.safetensors", P(None, "tp"), mesh_of((2, 4)), renames=renames)
-    assert bits(made["w"]) == bits(np.stack([array.T for array in arrays.values()]))
+    stacked = load(name, renames=[sr.Rename("w{i}", "w", "a b -> i b a")])
+    check(stacked, {"w": np.stack([array.T for array in arrays.values()])})
 
 
 def test_near_ranges_are_one_of_one_request(arrays):
@@ -123,32 +113,25 @@ def test_a_file_that_changes_meanwhile(arrays, monkeypatch):
         load()
 
 
-def test_a_file_that_is_not_there(arrays):
-    with pytest.raises(sr.FileError, match="^faulty://none.safetensors: there is no such file"):
-        load("none.safetensors")
-
-
-def test_a_protocol_that_is_unknown():
-    with pytest.raises(sr.FileError, match="Protocol not known: nowhere"):
-        sr.load("nowhere://bucket/m.safetensors", P(), mesh_of())
-
-
 def test_an_absolute_path_keeps_its_slash(arrays, tmp_path):
     check(sr.load(f"local://{tmp_path}/model.safetensors", P(), mesh_of()), arrays)
-    assert list(sr.read_model(f"local://{tmp_path}/model.safetensors")) == list(arrays)
 
 
-def test_passwords_and_signatures_are_not_told():
-    with pytest.raises(sr.FileError) as caught:
-        sr.read_model("nowhere://user:sekret@bucket/m.safetensors?X-Amz-Signature=SECRET")
-    assert str(caught.value).startswith("nowhere://bucket/m.safetensors: ")
-    assert "sekret" not in str(caught.value)
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("faulty://none.safetensors", "^faulty://none.safetensors: FileNotFoundError: "),
+        (
+            "nowhere://user:sekret@bucket/m.safetensors?X-Signature=SECRET",
+            "^nowhere://bucket/m.safetensors: .*not known: nowhere",
+        ),
+    ],
+)
+def test_a_url_of_nothing(arrays, url, message):
+    with pytest.raises(sr.FileError, match=message) as caught:
+        sr.load(url, P(), mesh_of())
+    assert "sekret" not in str(caught.value).lower()
     assert "SECRET" not in str(caught.value)
-
-
-def test_a_web_server():
-    with pytest.raises(sr.FileError, match="web servers are not read from; download it"):
-        sr.read_model("https://host/m.safetensors")
 
 
 def test_s3(arrays, monkeypatch, tmp_path):
@@ -165,6 +148,6 @@ def test_s3(arrays, monkeypatch, tmp_path):
     files.mkdir("bucket-of-shardrules")
     files.put(str(tmp_path / "whole"), "bucket-of-shardrules/model", recursive=True)
     check(sr.load("s3://bucket-of-shardrules/model", P("tp"), mesh_of()), arrays)
-    with pytest.raises(sr.FileError, match="there is no such file"):
+    with pytest.raises(sr.FileError, match="FileNotFoundError"):
         sr.read_model("s3://bucket-of-shardrules/none.safetensors")
     server.stop()

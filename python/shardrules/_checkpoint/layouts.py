@@ -8,6 +8,9 @@ from functools import lru_cache
 from math import prod
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 Shape = tuple[int, ...]
 Span = tuple[int, int]
 Box = tuple[Span, ...]
@@ -189,38 +192,60 @@ def form_of(
 
 
 class Block(NamedTuple):
-    """Elements of an array that have those of a box of the result among them.
-
-    Lengths and strides, in elements, are of the axes in the result's order.
-    """
+    """What is read of an array for a box of the result of its form."""
 
     offset: int
+    """Where it begins in the region, in elements."""
+    begins: npt.NDArray[np.int64]
+    """Where its ranges begin, in bytes from there."""
+    size: int
+    """The bytes of each."""
     lengths: Shape
+    """Of each axis of the result."""
     strides: Shape
+    """The bytes between neighbours in memory, of each axis."""
     shape: Shape
     """Its shape in the result."""
-    begins: Shape
-    """Where in it the box begins."""
+    inside: tuple[slice, ...]
+    """Where in it the box is."""
 
 
-@lru_cache(maxsize=4096)
-def block_of(form: Form, box: Box) -> Block:
-    """Return the elements of a region that are read for a box of the region of the result.
+@lru_cache(maxsize=1024)
+def block_of(form: Form, box: Box, item: int) -> Block:
+    """Return what is read, into memory of its own, in the order of the file.
 
     Whole rows are read of a dimension that consists of several axes, if the box has several.
     """
     of_dims = [_spans(*span, axes) for span, axes in zip(box, form.target_axes, strict=True)]
     spans = [span for spans in of_dims for span in spans]
-    strides = form.strides()
+    lengths, strides = tuple(high - low for low, high in spans), form.strides()
+    axes = [axis for axis, stride in enumerate(strides) if stride and lengths[axis] > 1]
+    size, in_memory = item, [0] * len(lengths)
+    outer: list[int] = []
+    for axis in sorted(axes, key=strides.__getitem__):
+        if outer or strides[axis] * item != size:
+            outer.append(axis)
+        else:
+            in_memory[axis] = size
+            size *= lengths[axis]
+    begins, step = np.zeros(1, np.int64), size
+    for axis in outer:
+        begins = (np.arange(lengths[axis]) * strides[axis] * item)[:, None] + begins
+        begins = begins.reshape(-1)
+        in_memory[axis] = step
+        step *= lengths[axis]
+    firsts = (
+        sum(low * by for (low, _), by in zip(spans, row_major(sizes), strict=True))
+        for spans, sizes in zip(of_dims, form.target_axes, strict=True)
+    )
     return Block(
         sum(low * stride for (low, _), stride in zip(spans, strides, strict=True)),
-        tuple(high - low for low, high in spans),
-        strides,
+        begins,
+        size,
+        lengths,
+        tuple(in_memory),
         tuple(prod(high - low for low, high in spans) for spans in of_dims),
-        tuple(
-            begin - sum(low * by for (low, _), by in zip(spans, row_major(axes), strict=True))
-            for (begin, _), spans, axes in zip(box, of_dims, form.target_axes, strict=True)
-        ),
+        tuple(slice(a - first, b - first) for (a, b), first in zip(box, firsts, strict=True)),
     )
 
 

@@ -190,7 +190,7 @@ def load(
         values = leaves if tree is None else tree_util.tree_leaves(tree)
         for i, ((path, target), spec) in enumerate(zip(targets, leaves, strict=True)):
             if target is not None:
-                values[i] = _as_keys(next(read), spec, shardings[i])
+                values[i] = _as_keys(next(read), target.dtype, shardings[i])
             elif path in selection.made:
                 sharding = checked_sharding(path, shardings[i])
                 values[i] = _initial(path, selection.made[path], spec, sharding)
@@ -236,9 +236,9 @@ def _job(
     return Job(path, plain_target(name, stored[name]), np.dtype("uint32"), sharding)
 
 
-def _as_keys(array: Any, spec: Any, sharding: Any) -> Any:
+def _as_keys(array: Any, dtype: str, sharding: Any) -> Any:
     """Return random keys of their words; any other array as it is."""
-    implementation = _IMPLEMENTATIONS.get(str(spec.dtype))
+    implementation = _IMPLEMENTATIONS.get(dtype)
     return array if implementation is None else _key_program(implementation, sharding)(array)
 
 

@@ -272,15 +272,16 @@ def _local_boxes(sharding: NamedSharding, shape: Shape) -> dict[Box, list[Any]]:
 
 
 def _is_read_in_place(job: Job, box: Box, arrays: Mapping[str, ArraySpec]) -> bool:
-    """Say whether runs of a box that are not short lie in the file as in memory."""
-    for part, block, _ in _blocks(job.target, box):
-        item = numpy_dtype(arrays[part.source].dtype).itemsize
-        if not part.form.keeps_order or _packed(block, item).size < _SHORT:
-            return False
-    return True
+    """Return whether runs of a box that are not short lie in the file as in memory."""
+    return all(
+        part.form.keeps_order and block.size >= _SHORT
+        for part, block, _ in _blocks(job.target, box, arrays)
+    )
 
 
-def _blocks(target: Target, box: Box) -> Iterator[tuple[Part, Block, Box]]:
+def _blocks(
+    target: Target, box: Box, arrays: Mapping[str, ArraySpec]
+) -> Iterator[tuple[Part, Block, Box]]:
     """Yield (part, what is read of it, the box of the target that it fills) for a box."""
     for part in target.parts:
         inside = tuple(
@@ -291,42 +292,8 @@ def _blocks(target: Target, box: Box) -> Iterator[tuple[Part, Block, Box]]:
             filled = tuple(
                 (begin + at, end + at) for (begin, end), at in zip(inside, part.at, strict=True)
             )
-            yield part, block_of(part.form, inside), filled
-
-
-class _Packed(NamedTuple):
-    """How a block is read into memory of its own, in the order of the file."""
-
-    begins: npt.NDArray[np.int64]
-    """Where its ranges begin, from the block's first byte."""
-    size: int
-    """The bytes of each."""
-    strides: Shape
-    """The bytes between neighbours in memory, of each axis of the result."""
-
-
-@lru_cache(maxsize=256)
-def _packed(block: Block, item: int) -> _Packed:
-    lengths, strides = block.lengths, block.strides
-    axes = [axis for axis, stride in enumerate(strides) if stride and lengths[axis] > 1]
-    axes.sort(key=strides.__getitem__)
-    size = 1
-    in_memory = [0] * len(lengths)
-    outer: list[int] = []
-    for axis in axes:
-        if outer or strides[axis] != size:
-            outer.append(axis)
-            continue
-        in_memory[axis] = strides[axis] * item
-        size *= lengths[axis]
-    begins = np.zeros(1, np.int64)
-    step = size * item
-    for axis in outer:
-        begins = (np.arange(lengths[axis]) * strides[axis] * item)[:, None] + begins
-        begins = begins.reshape(-1)
-        in_memory[axis] = step
-        step *= lengths[axis]
-    return _Packed(begins, size * item, tuple(in_memory))
+            item = numpy_dtype(arrays[part.source].dtype).itemsize
+            yield part, block_of(part.form, inside, item), filled
 
 
 class _View(NamedTuple):
@@ -334,18 +301,14 @@ class _View(NamedTuple):
 
     place: slice
     dtype: np.dtype[Any]
-    strides: Shape
     block: Block
     filled: Box
 
     def of(self, memory: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
         """Return those that fill the box."""
-        values = np.lib.stride_tricks.as_strided(
-            _typed(memory, self.place, self.dtype), self.block.lengths, self.strides
-        )
-        values = values.reshape(self.block.shape)
-        inside = zip(self.block.begins, box_shape(self.filled), strict=True)
-        return values[tuple(slice(begin, begin + size) for begin, size in inside)]
+        values, block = _typed(memory, self.place, self.dtype), self.block
+        values = np.lib.stride_tricks.as_strided(values, block.lengths, block.strides)
+        return values.reshape(block.shape)[block.inside]
 
 
 def _typed(memory: npt.NDArray[np.uint8], place: slice, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -381,7 +344,7 @@ class _Unit:
         if is_as_it_is and job.target.is_plain and shape == job.target.shape:
             self._add_whole(job.dtype, of_file)
             return
-        views = [self._view(*block) for block in _blocks(job.target, box)]
+        views = [self._view(*block) for block in _blocks(job.target, box, self._arrays)]
         if len(views) > 1 or not is_as_it_is:
             self._beside += prod(shape) * job.dtype.itemsize
         self.makes.append(partial(_assembled, job, box, views))
@@ -401,8 +364,7 @@ class _Unit:
         """Read a block into memory of its own."""
         array = self._arrays[part.source]
         dtype = numpy_dtype(array.dtype)
-        begins, size, strides = _packed(block, dtype.itemsize)
-        place = self._room()
+        begins, size, place = block.begins, block.size, self._room()
         self.bytes = place + len(begins) * size
         offset = sum(s * by for s, by in zip(part.starts, row_major(part.form.shape), strict=True))
         first = array.begin + (offset + block.offset) * dtype.itemsize
@@ -413,7 +375,7 @@ class _Unit:
             places = np.arange(len(begins)) * size + place
             sizes = np.full(len(begins), size)
             self._many[array.file].append(Ranges(begins + first, sizes, places))
-        return _View(slice(place, self.bytes), dtype, strides, block, filled)
+        return _View(slice(place, self.bytes), dtype, block, filled)
 
     def ranges(self) -> Iterator[tuple[StoredFile, Ranges]]:
         """Yield, in parts, what is read of each file."""
