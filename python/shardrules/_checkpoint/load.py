@@ -39,6 +39,7 @@ from shardrules._place.mesh import MeshLike, check_placeable
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall, Row, rows_of
 from shardrules._place.spec_trees import leaf_paths
+from shardrules._place.transfers import distinct
 from shardrules._plan.align import check_distinct, match_rows
 from shardrules._plan.files.leaves import ArraySpec, ArraySpecs
 from shardrules._plan.files.models import Arrays, nested_dicts, read_arrays
@@ -165,9 +166,14 @@ def load(
             selection=selection,
         )
         leaves, treedef, shardings = requested_shardings(abstract, rules, mesh)
+        rows = list(zip(targets, leaves, shardings, strict=True))
+        placed = {id(sharding): path for (path, target), _, sharding in rows if target is not None}
+        for sharding in distinct(shardings):
+            if id(sharding) in placed:
+                checked_sharding(placed[id(sharding)], sharding)
         jobs = [
-            _job(path, target, leaf, checked_sharding(path, sharding), stored)
-            for (path, target), leaf, sharding in zip(targets, leaves, shardings, strict=True)
+            _job(path, target, leaf, sharding, stored)
+            for (path, target), leaf, sharding in rows
             if target is not None
         ]
         call.agree(
@@ -225,7 +231,7 @@ def _as_in_file(array: ArraySpec) -> ArraySpec:
 
 
 def _job(
-    path: str, target: Target, leaf: Any, sharding: NamedSharding, stored: Mapping[str, ArraySpec]
+    path: str, target: Target, leaf: Any, sharding: Any, stored: Mapping[str, ArraySpec]
 ) -> Job:
     """Return what is to be made; of random keys, their words."""
     if key_dtype(target.dtype) is None:
