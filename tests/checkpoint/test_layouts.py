@@ -124,7 +124,7 @@ LARGE = [
     ((1024, 1040), "a b -> a b", lambda x: x), ((1024, 1040), "a b -> b a", np.transpose),
     ((1024, 1040), "(h a) b -> b h a", lambda x: x.reshape(4, 256, 1040).transpose(2, 0, 1)),
     ((8, 120, 1032), "h a b -> b a h", np.transpose), ((1200, 8, 120), "h a b -> a b h", lambda x: x.transpose(1, 2, 0)),
-    ((2, 16, 65536), "h a b -> a h b", lambda x: x.swapaxes(0, 1)),
+    ((2, 16, 65536), "h a b -> a h b", lambda x: x.swapaxes(0, 1)), ((12, 64, 4096), "a b c -> a b c", lambda x: x),
 ]  # fmt: skip
 
 
@@ -135,6 +135,7 @@ def test_large_arrays_in_any_order(save, dtype, spec, shape, dims, whole):
     """Beyond the size of what is read with others."""
     array = (np.arange(np.prod(shape)) % 251).astype("uint8").astype(numpy_dtype(dtype)).reshape(shape)
     renames = [sr.Rename("w", "w", dims, sizes={"h": 4} if "(" in dims else {})]
+    spec = P(None, *spec) if "c" in dims else spec
     check(sr.load(save({"w": array}), spec, mesh_of(), renames=renames), {"w": whole(array)})
 
 
