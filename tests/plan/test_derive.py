@@ -439,6 +439,9 @@ FOLLOWING = {
         {"follower": abstract(8)}, FOLLOWER, [replace(TO_NOTHING, dims=(0, 1)), TO_BASE],
         {"follower": (P("tp"), "base")},
     ),
+    "a leaf that no rule matches, too small for its base's": (
+        {"follower": abstract(8)}, sr.Rules(FOLLOWER[:1], min_size=9), [TO_BASE], {"follower": (P(), "base")},
+    ),
     "a leaf too small for its base's rule": (
         {"follower": abstract(8)}, sr.Rules(FOLLOWER, min_size=9), [TO_BASE],
         {"follower": (P(), "follower")},
