@@ -186,7 +186,7 @@ def test_axes_are_proposed_that_few_heads_share():
     """Of fsdp and tp alone no mesh cuts 8 heads over 16 devices."""
     heads = {"wk": jax.ShapeDtypeStruct((4096, 8, 128), "bfloat16")}
     rules = sr.Rules([("wk", P("fsdp", "tp"))], correction=sr.Correction(indivisible="prefix"))
-    rows = sr.plan(heads, rules, {"fsdp": 2, "tp": 16}).sweep(devices=32)
+    rows = sr.plan(heads, rules, {"fsdp": 2, "tp": 16}).sweep([{"fsdp": 2, "tp": 16}, {"fsdp": 1, "tp": 32}])
     (note,) = rows.notes
     assert note.startswith("few heads on tp=16: put kv=8, rep=2 in the mesh in place of tp=16: ")
     assert note in str(rows[:1])
