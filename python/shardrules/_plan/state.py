@@ -87,8 +87,8 @@ def put_state(
     # A row of _NONE is the last, and the kind of it none.
     kind_of_parameter = [*params.kind_of.tolist(), _NONE]
     alike, kind_of = grouped(
-        (number, kind_of_parameter[row], *more, is_in_state)
-        for number, (row, *more), is_in_state in zip(
+        (number, kind_of_parameter[row], factor, own, is_in_state)
+        for number, (row, factor, own), is_in_state in zip(
             leaves.kind_of.tolist(), followed, is_state, strict=True
         )
     )
