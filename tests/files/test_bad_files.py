@@ -94,6 +94,7 @@ RULES = [
     (table(companions=[{}]), r"companions is \[{}\] .*; write a list of strings"),
     (table(stacked=["a", 3]), r"stacked\[1\]: it is 3 .*; write the path of the stack, or a table"),
     (table(stacked=[{"layer": "h_*"}]), r"stacked\[0\]: .*; write the path of the stack"),
+    (table(stacked=[{"at": "h", "axes": 1}]), r"stacked\[0\]: key 'axes' is unknown"),
     (table(stacked=[{"at": "h", "axis": -1}]), r"stacked\[0\]: axis is -1"),
     (table(stacked=[{"at": "h", "axis": "x"}]), r"stacked\[0\]: axis is 'x'"),
     ([["a", []], 3], r'rule 1: it is 3 \(an int\); write \["pattern"'),

@@ -99,7 +99,8 @@ def test_without_a_sign_of_the_layout_it_is_not_known():
     ("norms", "given", "heads"),
     [
         ({"q_norm": 32, "k_norm": 32}, None, {"q": (1, 32), "k": (1, 32), "o": (0, 32)}),
-        ({"q_norm": 256, "k_norm": 64}, None, {}),  # of all heads together
+        ({"q_norm": 256}, None, {}),  # of all heads together
+        ({"q_norm": 256, "k_norm": 64}, None, {}),
         ({"q_norm": 32, "k_norm": 16}, None, {}),
         ({}, 64, {"q": (1, 64), "k": (1, 64), "o": (0, 64)}),
     ],

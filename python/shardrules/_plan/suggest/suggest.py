@@ -255,8 +255,6 @@ def _toml_text(rules: Rules, declared: Declared, heading: str, notes: Sequence[s
 def _toml_rule(pattern: Pattern, value: Any, note: str) -> list[str]:
     """Write the lines of a rule, with a note above it."""
     data = rule_data(pattern, value)
-    if "units" in data:
-        data["units"] = [unit or 1 for unit in data["units"]]  # TOML has no null
     pairs = [f"{key} = {_toml_value(value)}" for key, value in data.items()]
     return [f"# {note}", "[[rules]]", *pairs]
 
