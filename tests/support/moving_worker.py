@@ -234,6 +234,11 @@ def save():
     turn = [sr.Rename("rows.T", "columns", "b a -> a b"), sr.Rename("{name*}", "{name*}")]
     sr.save(loaded, FOLDER / "turned", renames=turn)
     turned = is_right(sr.load(FOLDER / "turned", rules(), mesh, renames=turn), expected)
+    # The boxes of a process, between which are those of another.
+    woven = Mesh(np.array(jax.devices()).reshape(jax.process_count(), 2, -1).swapaxes(0, 1), ("x", "p", "y"))
+    apart = sr.load(FOLDER / "m.safetensors", [("rows|both", (("x", "p"), "y")), ("", ())], woven)
+    sr.save(apart, FOLDER / "woven")
+    turned &= is_right(sr.load(FOLDER / "woven", rules(), mesh), expected)
 
     def refuse(*_):
         raise OSError(28, "No space left on device")
