@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.solve.constraints import spec_of_cuts
-from shardrules._program.solve.layout import StepArrays
+from shardrules._program.solve.layout import STORED, StepArrays
 from shardrules._program.solve.space import Space
 from shardrules._program.solve.spread import Machine, Spread
 from shardrules.dialects import Dialect
@@ -79,6 +79,25 @@ def test_random_bits_are_cut_as_what_reads_them():
     bits = [number for number in made if traced._equations.values[number].shape == (64, 1024, 512)]
     (cuts,) = {solution._spread.target(number) for number in bits}
     assert any(cuts)
+
+
+def test_what_code_by_device_makes_lies_as_its_specs_say():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(jnp.sin, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    step = sr.trace(lambda x: jnp.cos(mapped(x)), shape(64, 64))
+    spread = Spread(StepArrays(step._equations, step._roles, {"x": 8}), {}).of_step()
+    assert [row.kind for row in spread.sent] == ["all-gather"]  # all else is whole
+
+
+def test_what_is_in_heads_is_not_cut():
+    def step(w, x):
+        q, k = ((x @ w[name]).reshape(8, 1024, 16, 64) for name in "qk")
+        q, k = (jnp.concatenate([-a[..., 32:], a[..., :32]], -1) for a in (q, k))
+        return jnp.einsum("bthd,bshd->bhts", q, k)
+
+    traced = sr.trace(step, {"q": shape(512, 1024), "k": shape(512, 1024)}, shape(8, 1024, 512))
+    space = Space(traced, Machine(sr.Hardware.named("v5p"), {"fsdp": 4, "tp": 2}), 10**12)
+    assert not {32, 64} & {traced._equations.dims.sizes[name] for name in space.values.keys() - {STORED}}
 
 
 # State

@@ -74,7 +74,7 @@ class Space:
         """Return the classes within a dimension of a weight, such as the size of a head.
 
         Devices have contiguous parts of a dimension: whole heads. What is cut out of such a class,
-        as rotary embeddings are, is one as well.
+        as rotary embeddings are, is one as well, and so is what is put together of such parts.
         """
         equations, roles = self.step._equations, self.step._roles
         weights = [self.arrays.classes[number] for number in roles.weights.values()]
@@ -86,14 +86,13 @@ class Space:
             if roles.of.get(name, "") != "query heads of a KV head"
         }
         parts.update(name for name, role in roles.of.items() if role == "head size")
-        sizes = equations.dims.sizes
-        pairs = [sorted(pair, key=sizes.__getitem__) for pair in equations.dims.parts]
+        pairs = [tuple(map(equations.dims.classes, pair)) for pair in equations.dims.parts]
         before: set[int] = set()
         while before != parts:
             before = set(parts)
-            for part, whole in pairs:
-                if before.issuperset(equations.dims.classes(whole)):
-                    parts.update(equations.dims.classes(part))
+            for pair in pairs:
+                if any(row and before.issuperset(row) for row in pair):
+                    parts.update(*pair)
         return parts
 
     def traced(self) -> Assignment:
