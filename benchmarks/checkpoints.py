@@ -171,7 +171,7 @@ def columns(folder: str) -> Case:
 def resharded(_: str) -> Case:
     """Return a case of a live tree that goes to other cuts."""
     here, there = (NamedSharding(mesh_of(), spec) for spec in (BOTH, P("tp", "fsdp")))
-    values = jax.device_put(list(random((32, 2048, 1024))), here)
+    values = jax.block_until_ready(jax.device_put(list(random((32, 2048, 1024))), here))
     tree = {f"w{i}": value for i, value in enumerate(values)}
 
     def plain() -> Any:
