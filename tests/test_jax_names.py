@@ -119,8 +119,15 @@ def test_a_compiled_function_is_read_by_public_names(without, mesh):
 
     expected = read()
     assert expected == ([sharding, expected[0][1]], [((8, 8), "float32"), ((), "float32")])
-    without("_executable.out_avals")
-    assert read() == expected
+    drops = jax.jit(lambda w, unused: w * 2).lower(w, w).compile()
+    names = ("_executable.out_avals", "_executable._out_shardings", "_executable._in_shardings", "_params.const_args")
+    for name in ("", *names):
+        if name:
+            without(name)
+        assert read() == expected
+        for function, shardings in ((compiled, [sharding]), (drops, [sharding, None])):
+            structure = jax.tree.structure(function.args_info)
+            assert _programs.argument_shardings(function, structure) == shardings
 
 
 def test_rules_are_our_own_where_flax_has_none(without):

@@ -131,24 +131,32 @@ READS = pytest.mark.parametrize("read", [load, sr.read_model])
 
 
 @READS
-@pytest.mark.parametrize("source", ["meta-llama/Llama-3.1-8B", "models/m.safetensors", "/models/llama/8b"])
+@pytest.mark.parametrize("source", ["models/m.safetensors", "models/m.json.gz", "/models/llama/8b"])
 def test_what_is_not_there(read, source):
     assert "No such file or directory" in message(read, source)
+
+
+@READS
+def test_what_hugging_face_has(read, tmp_path):
+    source = "meta-llama/Llama-3.1-8B"
+    assert f"hf download {source} --local-dir DIRECTORY" in message(read, source)
+    (tmp_path / "snapshots").mkdir()
+    assert "snapshots/REVISION" in message(read, tmp_path)
 
 
 @READS
 def test_what_is_elsewhere(read, monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     assert "pip install fsspec, and for gs:" in message(read, "gs://bucket/model")
-    for url in ("https://example.org/m.json", "file:///m.json"):
-        assert "it is not read from there" in message(read, url)
+    for url, fix in (("https://a.org/m.json", "curl -LO https://a.org/m.json"), ("file:///m.json", "give the path")):
+        assert f"it is not read from there; {'download it: ' * (fix[0] == 'c')}{fix}" in message(read, url)
 
 
 @READS
 @pytest.mark.parametrize("file", ["m.npz", "m.gguf", "pytorch_model.bin"])
 def test_another_format_is_refused(tmp_path, read, file):
     (tmp_path / file).write_bytes(b"PK\x03\x04\xff")
-    assert "this is not UTF-8 text" in message(read, tmp_path / file)
+    assert f"files of {(tmp_path / file).suffix} are not read here" in message(read, tmp_path / file)
     assert "the directory has no arrays that can be read; give a *.safetensors" in message(read, tmp_path)
 
 

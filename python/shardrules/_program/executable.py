@@ -21,7 +21,7 @@ from shardrules._plan.fold import fold_paths
 from shardrules._plan.kinds import axes_used
 from shardrules._program.facts import Facts, Variation
 from shardrules._program.hlo import Hlo, check_hlo
-from shardrules._program.jax_names import argument_values, compiled_outputs
+from shardrules._program.jax_names import argument_shardings, argument_values, compiled_outputs
 from shardrules._program.values import Values
 
 Library = Literal["jax", "nnx", "equinox"]
@@ -156,7 +156,7 @@ class Executable:
         """Shardings, None of what is dropped; values of a shape and dtype; which are donated."""
         infos, structure = tree_util.tree_flatten(self._compiled.args_info)
         treedef: Any = structure
-        shardings = treedef.flatten_up_to(self._compiled.input_shardings)
+        shardings = argument_shardings(self._compiled, treedef)
         return shardings, argument_values(infos), list(map(attrgetter("donated"), infos))
 
     @cached_property

@@ -31,14 +31,28 @@ def argument_values(infos: list[Any]) -> list[Any]:
     return infos
 
 
+def argument_shardings(compiled: Any, treedef: Any) -> list[Any]:
+    """Return the shardings of a compiled function's arguments, None for those that it dropped.
+
+    Fallback: their public tree, of which JAX makes a new one at each call.
+    """
+    shardings = private(compiled, "_executable._in_shardings") or ()
+    # Constants of the function would come first, and dropped arguments are missing.
+    if len(shardings) != treedef.num_leaves or private(compiled, "_params.const_args"):
+        return list(treedef.flatten_up_to(compiled.input_shardings))
+    return list(shardings)
+
+
 def compiled_outputs(compiled: Any) -> tuple[list[Any], list[Any]]:
     """Return the shardings and the shaped values of a compiled function's results, as leaves.
 
-    Fallback: `out_info`, which takes 10 microseconds longer for each leaf.
+    Fallback: their public trees, which take 10 microseconds longer for each leaf.
     """
     from jax import tree_util
 
-    shardings = compiled.out_tree.flatten_up_to(compiled.output_shardings)
+    shardings = private(compiled, "_executable._out_shardings")
+    if shardings is None:
+        shardings = compiled.out_tree.flatten_up_to(compiled.output_shardings)
     values = private(compiled, "_executable.out_avals") or tree_util.tree_leaves(compiled.out_info)
     return list(shardings), list(values)
 

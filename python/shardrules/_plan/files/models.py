@@ -48,6 +48,8 @@ _MOST_LEVELS: Final = 1000
 
 # `Path` makes one slash of two.
 _URL: Final = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+):/")
+_REPOSITORY: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.json)(?<!\.gz)(?<!\.safetensors)")
+_NOT_READ: Final = (".bin", ".pt", ".pth", ".ckpt", ".npz", ".npy", ".gguf", ".msgpack", ".h5")
 _SAFETENSORS: Final = (SUFFIX, INDEX_SUFFIX)
 _FORMS: Final = (
     "a *.safetensors file, its *.index.json, a directory of them, or JSON (also gzipped) as "
@@ -135,6 +137,16 @@ def read_arrays(source: str, make: ArraySpecs | None = None) -> Arrays:
         FileError: There is no such file, its kind is unknown, or it is damaged.
     """
     path, make = _place_of(source), ArraySpecs() if make is None else make
+    if _REPOSITORY.fullmatch(source) and not path.exists():
+        raise FileError(
+            f"{source}: there is no such file or directory; if it is a repository of Hugging Face, "
+            f"download it: hf download {source} --local-dir DIRECTORY"
+        )
+    if path.suffix in _NOT_READ:
+        raise FileError(
+            f"{path}: files of {path.suffix} are not read here; read it with its own library, and "
+            "write it with save_file of safetensors.numpy or safetensors.torch"
+        )
     try:
         with collector_paused():
             if path.is_dir():
@@ -152,7 +164,8 @@ def _place_of(source: str) -> Any:
     if url is None:
         return path_of(source)
     if url["protocol"] in ("file", "http", "https"):
-        raise FileError(f"{source}: it is not read from there; give the path of a file")
+        fix = "give the path" if url["protocol"] == "file" else f"download it: curl -LO {source}"
+        raise FileError(f"{source}: it is not read from there; {fix}")
     return RemotePath(source if "://" in source else source.replace(":/", "://", 1))
 
 
@@ -168,6 +181,8 @@ def _of_directory(path: Any, make: ArraySpecs) -> Arrays:
         )
     if indexes:
         return _of_json(indexes[0], make)._replace(name=name)
+    if cached := next((file for file in files if file.name == "snapshots"), None):
+        raise FileError(f"{path}: this is a cache of Hugging Face; give {cached}/REVISION")
     if not tensors:
         raise FileError(
             f"{path}: the directory has no arrays that can be read; give {_FORMS}; or "
