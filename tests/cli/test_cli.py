@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -47,13 +46,18 @@ def small(tmp_path):
 def test_plan_as_text_and_json(small):
     model, rules = small
     words = ("plan", model, "-r", rules, "-m", "fsdp=2,tp=4")
-    result = run(*words)
+    result = run(*words, "--hbm", "1MB")
     assert (result.exit_code, "P('fsdp', 'tp')" in result.stdout) == (0, True)
-    told = json.loads(run(*words, "--format", "json").stdout)
+    assert "DOES NOT FIT into 1.00 MB" in result.stdout
+    told = json.loads(run(*words, "--format", "json", "--gradients", "BF16", "--optimizer", "adamw").stdout)
     wq = next(row for row in told["folded"] if row["path"] == "layers/{0,1}/wq/kernel")
-    assert (wq["leaves"], wq["bytes"]) == (2, 2 * 2 * 512**2)
-    assert wq["device_bytes"] == 2 * 2 * 512**2 // 8
-    assert told["device_bytes"]["total"] == wq["device_bytes"] + 4 * 512 + 4 * 4096**2
+    assert (wq["leaves"], wq["bytes"], wq["device_bytes"]) == (2, 2 * 2 * 512**2, 2 * 2 * 512**2 // 8)
+    elements = 2 * 512**2 // 8 + 512 + 4096**2
+    needed = {key: told["device_bytes"][key] for key in ("gradients", "optimizer")}
+    assert needed == {"gradients": 2 * elements, "optimizer": 2 * 4 * elements}
+    assert "fits" not in told
+    for hbm, fits in (("1MB", False), ("1GB", True)):
+        assert json.loads(run(*words, "--format", "json", "--hbm", hbm).stdout)["fits"] is fits
 
 
 SLIP = {
@@ -66,13 +70,11 @@ SLIP = {
     ("more", "told", "code"),
     [
         (("-m", "fdsp=8,tp=4"), "did you mean 'fdsp'?", 1),
-        (("-m", "tp=4"), "error[unknown-axis]", 1),
         (("-m", "tp=4"), "or declare that a mesh may lack it: --optional-axes fsdp\n", 1),
         (("-m", "tp=4", "--optional-axes", "sp,fsdp"), "0 errors, 0 warnings", 0),
         (("-m", "fsdp=8,tp=4,dp=2", "--large", "500kB"), "warning[unused-axis]", 1),
         (("-m", "fsdp=8,tp=4,dp=2", "--large", "500kB"), "that it cuts data alone: --data-axes dp\n", 1),
         (("-m", "fsdp=8,tp=4,dp=2", "--large", "500kB", "--data-axes", "dp"), "nothing found: 2 leaves", 0),
-        (("-m", "tp=4,dp=2", "--large", "500kB"), "error[unknown-axis]", 1),
         (("-m", "tp=4,dp=2", "--large", "500kB", "-r", "declared.json"), "0 errors, 0 warnings", 0),
         (("-m", "fsdp=8,tp=4"), "nothing found: 2 leaves, 1 rule, on fsdp=8,tp=4\n", 0),
         (("-m", "fsdp=8,tp=4", "--format", "github"), "nothing found: 2 leaves, 1 rule, on fsdp=8,tp=4\n", 0),
@@ -92,132 +94,98 @@ def test_a_slip_is_told_and_a_declaration_heard(tmp_path, monkeypatch, more, tol
     assert result.exit_code == code
 
 
-def test_gradients_and_optimizer_are_counted(small):
-    model, rules = small
-    args = ("plan", model, "-r", rules, "-m", "fsdp=2", "--format", "json")
-    more = ("--gradients", "BF16", "--optimizer", "adamw")
-    held = json.loads(run(*args, *more).stdout)["device_bytes"]
-    elements = 512**2 + 512 + 4096**2  # wq's two halves make one
-    assert (held["gradients"], held["optimizer"]) == (2 * elements, 2 * 4 * elements)
-    result = run("plan", model, "-r", rules, "-m", "fsdp=2", "--hbm", "1MB")
-    assert (result.exit_code, "DOES NOT FIT into 1.00 MB" in result.stdout) == (0, True)
-    assert "fits" not in json.loads(run(*args).stdout)
-    for hbm, fits in (("1MB", False), ("1GB", True)):
-        assert json.loads(run(*args, "--hbm", hbm).stdout)["fits"] is fits
-
-
 def test_the_memory_of_a_rule_in_a_file(tmp_path):
-    model, rules = tmp_path / "model.json", tmp_path / "rules.toml"
+    model, rules, lock = (tmp_path / name for name in ("model.json", "rules.toml", "plan.lock"))
     model.write_text(json.dumps(SLIP))
-    rules.write_text("[[rules]]\npattern = 'proj'\nspec = ['tp', 'fsdp']\nmemory_kind = 'pinned_host'\n")
+    text = "[[rules]]\npattern = 'proj'\nspec = ['tp', 'fsdp']\n"
+    rules.write_text(f"{text}memory_kind = 'pinned_host'\n")
     args = (model, "-r", rules, "-m", "fsdp=8,tp=4")
     told = json.loads(run("plan", *args, "--format", "json").stdout)
-    assert {row["memory_kind"] for row in told["folded"]} == {"pinned_host"}
-    assert told["device_bytes"]["total"] == 0
-    lock = tmp_path / "plan.lock"
+    assert ({row["memory_kind"] for row in told["folded"]}, told["device_bytes"]["total"]) == ({"pinned_host"}, 0)
     assert "in pinned_host" in run("plan", *args, "--lock", lock).stdout
-    rules.write_text("[[rules]]\npattern = 'proj'\nspec = ['tp', 'fsdp']\n")
-    result = run("diff", lock, *args)
-    assert result.exit_code == 1
-    assert "P('tp', 'fsdp') in pinned_host -> P('tp', 'fsdp')  (+" in result.stdout
+    rules.write_text(text)
+    assert "P('tp', 'fsdp') in pinned_host -> P('tp', 'fsdp')  (+" in run("diff", lock, *args).stdout
 
 
-def test_check_for_programs(small):
-    model, rules = small
-    args = ("check", model, "-r", rules, "-m", "fsdp=2,tp=4")
-    findings = json.loads(run(*args, "--format", "json").stdout)["findings"]
-    assert (findings[0]["kind"], findings[0]["paths"], findings[0]["rule"]) == ("catch-all", ["embed"], 1)
-    annotated = run(*args, "--format", "github").stdout
-    assert annotated.startswith(f"::error file={rules},line=5,title=shardrules catch-all::1 leaf of 4")
-
-
-def test_an_annotation_names_the_file_from_the_root_of_the_checkout(small, monkeypatch):
+def test_check_for_programs_and_for_the_root_of_the_checkout(small, monkeypatch):
     """A step may run in another directory, and GitHub looks from the root."""
     model, rules = small
-    args = ("check", model, "-r", rules, "-m", "fsdp=2,tp=4", "--format", "github")
-    monkeypatch.setenv("GITHUB_WORKSPACE", str(rules.parent.parent))
-    inside = f"::error file={rules.parent.name}/{rules.name},line=5,"
-    assert run(*args).stdout.startswith(inside)
+    args = ("check", model, "-r", rules, "-m", "fsdp=2,tp=4", "--format")
+    finding = json.loads(run(*args, "json").stdout)["findings"][0]
+    assert (finding["kind"], finding["paths"], finding["rule"]) == ("catch-all", ["embed"], 1)
+    place = ",line=5,title=shardrules catch-all::1 leaf of 4"
+    assert run(*args, "github").stdout.startswith(f"::error file={rules}{place}")
     elsewhere = rules.parent / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    from_here = ("check", model, "-r", f"../{rules.name}", *args[4:])
-    assert run(*from_here).stdout.startswith(inside)
-    monkeypatch.setenv("GITHUB_WORKSPACE", str(elsewhere))
-    assert run(*from_here).stdout.startswith(f"::error file=../{rules.name},line=5,")
+    for root, file in ((rules.parent.parent, f"{rules.parent.name}/{rules.name}"), (elsewhere, f"../{rules.name}")):
+        monkeypatch.setenv("GITHUB_WORKSPACE", str(root))
+        from_here = (*args[:3], f"../{rules.name}", *args[4:], "github")
+        assert run(*from_here).stdout.startswith(f"::error file={file}{place}")
 
 
 def test_explain(small):
     model, rules = small
     result = run("explain", model, "layers/1/wq/kernel", "-r", rules, "-m", "fsdp=3,tp=4")
     assert result.exit_code == 0
-    assert "rule 0: 'wq/kernel' wins" in result.stdout
     assert "rule 1: '.*' matches, but comes after rule 0" in result.stdout
     assert "dim 0 of size 512 is not divisible by fsdp=3" in result.stdout
     missing = run("explain", model, "layers/1/wq/kernl", "-r", rules, "-m", "fsdp=3")
-    assert missing.exit_code == 2
-    assert "no leaf has the path 'layers/1/wq/kernl'; near it: layers/{0,1}/wq/kernel" in missing.stderr
+    assert (missing.exit_code, "near it: layers/{0,1}/wq/kernel" in missing.stderr) == (2, True)
 
 
 def test_sweep(small):
     model, rules = small
     result = run("sweep", model, "-r", rules, "--devices", 8, "--axes", "fsdp,tp", "--hbm", "67MB")
-    assert result.exit_code == 0
-    assert result.stdout.splitlines()[1].startswith("fsdp=8,tp=1")
-    assert len(result.stdout.splitlines()) == 5
+    lines = result.stdout.splitlines()
+    assert (result.exit_code, len(lines), lines[1].startswith("fsdp=8,tp=1")) == (0, 5, True)
     assert "does not fit" in result.stdout
     given = run("sweep", model, "-r", rules, "-m", "fsdp=2", "-m", "fsdp=4")
     assert [line.split()[0] for line in given.stdout.splitlines()] == ["mesh", "fsdp=4", "fsdp=2"]
-    assert run("sweep", model, "-r", rules).exit_code == 2
 
 
-@pytest.fixture
-def lock(small, tmp_path):
-    model, rules = small
-    path = tmp_path / "plan.lock"
-    assert run("plan", model, "-r", rules, "-m", "fsdp=2,tp=4", "--lock", path).exit_code == 0
-    return path
-
-
-def test_locks_are_compared(small, lock, tmp_path):
+def test_locks_are_compared(small, tmp_path):
     """And a lock beside a model says the mesh."""
     model, rules = small
-    other = tmp_path / "other.lock"
-    assert run("plan", model, "-r", rules, "-m", "fsdp=4,tp=2", "--lock", other).exit_code == 0
+    lock, other = tmp_path / "plan.lock", tmp_path / "other.lock"
+    for path, mesh in ((lock, "fsdp=2,tp=4"), (other, "fsdp=4,tp=2")):
+        assert run("plan", model, "-r", rules, "-m", mesh, "--lock", path).exit_code == 0
     for words, code, told in (
-        ((lock, model, "-r", rules, "-m", "fsdp=2,tp=4"), 0, "no differences\n"),
         ((lock, model, "-r", rules), 0, "no differences\n"),
         ((model, lock, "-r", rules), 0, "no differences\n"),
         ((lock, model, "-r", rules, "-m", "tp=8"), 1, "mesh fsdp=2,tp=4 -> tp=8"),
         ((lock, other), 1, "mesh fsdp=2,tp=4 -> fsdp=4,tp=2"),
         ((lock, model), 2, "not a lock; for a model, give --rules"),
         ((lock, tmp_path / "gone"), 2, "gone: no such lock"),
+        ((lock, tmp_path / "gone.lock"), 2, "gone.lock: no such "),
         ((lock, lock, "-m", "tp=2"), 2, "a lock has its own rules and mesh: leave out --rules"),
-        ((lock, lock, "--dialect", "keras"), 2, "a lock has its own rules and mesh"),
     ):
         done = run("diff", *words)
         assert (done.exit_code, told in done.output) == (code, True), done.output
 
 
-def test_a_module_s_tree_and_rules(tmp_path, monkeypatch):
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Writes the module of a model, which is imported anew."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_model.py").write_text(
-        textwrap.dedent("""
-        import jax
-        from jax.sharding import PartitionSpec as P
-        RULES = [("w", P("tp"))]
-        def params():
-            return {"w": [jax.ShapeDtypeStruct((8, 8), "bfloat16")] * 3}
-        def broken():
-            raise RuntimeError("no weights here")
-        """)
-    )
-    result = run("plan", "my_model:params", "-r", "my_model:RULES", "-m", "tp=4")
-    assert result.exit_code == 0
-    assert "w/{0..2}" in result.stdout
-    broken = run("plan", "my_model:broken", "-r", "my_model:RULES", "-m", "tp=4")
-    assert broken.exit_code == 2
-    assert "no weights here" in broken.stderr
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def write(text):
+        Path("my_model.py").write_text(f"import jax\n{text}")
+        sys.modules.pop("my_model", None)
+        importlib.invalidate_caches()
+
+    return write
+
+
+def test_a_module_s_tree_and_rules(module):
+    leaf = "jax.ShapeDtypeStruct((8, 8), 'bfloat16')"
+    module(f"RULES = [('w', ('tp',))]\ndef params(): return {{'w': [{leaf}] * 3}}\ndef broken(): raise IOError('gone')")
+    words = ("-r", "my_model:RULES", "-m", "tp=4")
+    assert "w/{0..2}" in run("plan", "my_model:params", *words).stdout
+    broken = run("plan", "my_model:broken", *words)
+    assert (broken.exit_code, "gone" in broken.stderr) == (2, True)
 
 
 def on_terminal(*words, **environment):
@@ -266,28 +234,20 @@ def test_quiet_leaves_the_result(small, tmp_path):
     done = run("plan", *words, "--html", report)
     assert (done.exit_code, done.stderr, report.exists()) == (0, "", True)
     loud, quiet = run("check", *words[:-1]), run("check", *words)
-    assert (loud.exit_code, quiet.exit_code) == (1, 1)
     hints = ["1 error, 0 warnings, 0 info", "--fix prints the missing rules"]
     assert loud.stdout.splitlines() == [*quiet.stdout.splitlines(), *hints]
     for more in (["--replicated", "embed"], ["--format", "json"]):
         assert "--fix" not in run("check", *words[:-1], *more).stdout
-    rules.write_text('[[rules]]\npattern = "(?=w)"\nspec = []\n[[rules]]\npattern = ""\nspec = []')
-    assert run("plan", *words[:-1]).stderr.startswith("note: `re`")
-    assert run("plan", *words).stderr == ""
     assert run("plan", *words, "--hbm", "0").stderr.startswith("error: ")
 
 
 def test_rules_that_fall_back_to_re_are_named(small, tmp_path):
-    model, rules = small[0], tmp_path / "rules.json"
-    rules.write_text(json.dumps([["wq(?=/kernel)", ["fsdp", "tp"]], ["(.)\\1\x1b", []], [".*", []]]))
-    told = run("plan", model, "-r", rules, "-m", "tp=4")
-    assert told.stderr.splitlines() == [
-        "note: `re`, not the automaton, evaluates rule 0 'wq(?=/kernel)' (lookahead)",
-        r"note: `re`, not the automaton, evaluates rule 1 '(.)\\1\x1b' (backreference)",
-    ]
-    rules.write_text(json.dumps([*([f"(?={i})", []] for i in range(10)), [".*", []]]))
-    told = run("plan", model, "-r", rules, "-m", "tp=4").stderr.splitlines()
+    words = ("plan", small[0], "-r", rules := tmp_path / "rules.json", "-m", "tp=4")
+    rules.write_text(json.dumps([["(.)\\1\x1b", []], *([f"(?={i})", []] for i in range(9)), [".*", []]]))
+    told = run(*words).stderr.splitlines()
+    assert told[0] == r"note: `re`, not the automaton, evaluates rule 0 '(.)\\1\x1b' (backreference)"
     assert (len(told), told[-1]) == (6, "... and 5 more patterns")
+    assert run(*words, "-q").stderr == ""
 
 
 def test_rules_of_several_files_are_merged(small, tmp_path):
@@ -343,29 +303,19 @@ def test_what_is_not_fixed(small, tmp_path, text, told):
 
 
 def test_suggested_rules_are_clean_under_check(small, tmp_path):
-    model, _ = small
     written = tmp_path / "suggested.toml"
-    result = run("suggest", model, "--devices", 8, "--axes", "fsdp,tp")
-    assert result.exit_code == 0
-    assert 'dialect = "eformer"' in result.stdout
+    result = run("suggest", small[0], "--devices", 8, "--axes", "fsdp,tp")
     written.write_text(result.stdout, encoding="utf-8")
     mesh = result.stdout.split(" on ")[1].split(":")[0]
-    checked = run("check", model, "-r", written, "-m", mesh, "--fail-on", "warning")
-    assert checked.exit_code == 0, checked.stdout
+    checked = run("check", small[0], "-r", written, "-m", mesh, "--fail-on", "warning")
+    assert (result.exit_code, checked.exit_code) == (0, 0), checked.stdout
 
 
 def test_a_report_that_fails_leaves_nothing_behind(small, tmp_path, monkeypatch):
-    def fails(*_, **__):
-        raise ValueError("no report")
-
-    monkeypatch.setattr(sr.Plan, "to_html", fails)
+    monkeypatch.delattr(sr.Plan, "to_html")
     lock, page = tmp_path / "plan.lock", tmp_path / "plan.html"
-    model, rules = small
-    result = run("plan", model, "-r", rules, "-m", "fsdp=2", "--lock", lock, "--html", page)
-    assert result.exit_code == 2
-    assert "no report" in result.stderr
-    assert not lock.exists()
-    assert not page.exists()
+    result = run("plan", small[0], "-r", small[1], "-m", "fsdp=2", "--lock", lock, "--html", page)
+    assert (result.exit_code, lock.exists(), page.exists()) == (2, False, False)
 
 
 @pytest.mark.parametrize(
@@ -377,7 +327,6 @@ def test_a_report_that_fails_leaves_nothing_behind(small, tmp_path, monkeypatch)
         ("", 2, "give a mesh with --mesh, or --devices"),
         ("-m fsdp=8 --devices 8", 2, "'--mesh' and '--devices' exclude each other"),
         ("-m fsdp=8 --dialect maxtext", 2, "for logical axis names"),
-        ("-m fsdp=8 --format yaml", 2, "not one of 'toml', 'python', 'text'"),
     ],
 )
 def test_suggested_rules_in_other_forms(small, words, code, told):
@@ -390,75 +339,51 @@ def test_warnings_of_suggested_rules_are_lines(tmp_path):
     model = tmp_path / "m.json"
     model.write_text(json.dumps({"params": [["up/kernel", [4096, 8192], "F32"]]}))
     result = run("suggest", model, "-m", "fsdp=3")
-    assert result.exit_code == 1
-    label, path, _ = result.stderr.splitlines()
-    assert (label.partition(":")[0], path) == ("warning[replicated]", "    up/kernel")
-    quiet = run("suggest", model, "-m", "fsdp=3", "-q")
-    assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (1, result.stdout, "")
+    assert (result.exit_code, result.stderr.partition(":")[0]) == (1, "warning[replicated]")
+    assert result.stderr.splitlines()[1] == "    up/kernel"
 
 
 @pytest.mark.parametrize("target", ["out.json", "out.json.gz", "stream"])
-def test_a_manifest_is_written_without_rules(tmp_path, monkeypatch, target):
-    (tmp_path / "shapes_here.py").write_text(
-        "import jax\n"
-        "def model():\n"
-        "    leaf = jax.ShapeDtypeStruct((8, 16), 'bfloat16')\n"
-        "    return {'layers': [{'w': leaf}] * 3, 'n': 3}\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    words = ("manifest", "shapes_here:model")
+def test_a_manifest_is_written_without_rules(module, target):
+    module("def model(): return {'layers': [{'w': jax.ShapeDtypeStruct((8, 16), 'bfloat16')}] * 3, 'n': 3}")
+    words = ("manifest", "my_model:model")
     if target == "stream":
-        target = "out.json"
-        (tmp_path / target).write_bytes(run(*words).stdout_bytes)
+        Path(target := "out.json").write_bytes(run(*words).stdout_bytes)
     else:
         assert run(*words, "-o", target).exit_code == 0
-    assert ((tmp_path / target).read_bytes()[:2] == b"\x1f\x8b") is target.endswith(".gz")
-    Path("r.json").write_text(json.dumps([["w", ["fsdp"]]]))
-    plans = [run("plan", model, "-r", "r.json", "-m", "fsdp=2") for model in (words[1], target)]
-    assert plans[0].stdout.splitlines()[1:3] == plans[1].stdout.splitlines()[1:3]
+    assert (Path(target).read_bytes()[:2] == b"\x1f\x8b") is target.endswith(".gz")
     plan = sr.plan(sr.read_model(target), [], {"tp": 2})
     assert list(plan.paths) == [f"layers/{i}/w" for i in range(3)]
     assert {(kind.shape, str(kind.dtype)) for kind in plan.kinds} == {((8, 16), "bfloat16")}
-    twice = run("manifest", target, "-o", "second.json.gz")
-    assert twice.exit_code == 0
-    clash = run("manifest", target, "-o", target)
-    assert (clash.exit_code, "would replace" in clash.stderr) == (2, True)
-    refused = run("manifest", target, "--dialect", "jaxseq")
-    assert (refused.exit_code, "a manifest has paths such as" in refused.stderr) == (2, True)
+    for more, told in ((("-o", target), "would replace"), (("--dialect", "jaxseq"), "a manifest has paths such as")):
+        refused = run("manifest", target, *more)
+        assert (refused.exit_code, told in refused.stderr) == (2, True)
 
 
-def test_a_manifest_in_the_paths_of_nnx_stands_for_the_model(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    Path("nnx_here.py").write_text(
-        "import jax\ndef model(): return {'w': {'value': jax.ShapeDtypeStruct((8, 16), 'bfloat16')}, 'n': 3}\n"
-    )
+def test_a_manifest_in_the_paths_of_nnx_stands_for_the_model(module):
+    module("def model(): return {'w': {'value': jax.ShapeDtypeStruct((8, 16), 'bfloat16')}, 'n': 3}")
     Path("r.json").write_text(json.dumps([["w$", ["fsdp"]]]))
     words = ("-r", "r.json", "-m", "fsdp=2", "--dialect", "nnx")
-    assert run("manifest", "nnx_here:model", "--dialect", "nnx", "-o", "m.json").exit_code == 0
-    of_model, of_file = (run("plan", one, *words).stdout for one in ("nnx_here:model", "m.json"))
+    assert run("manifest", "my_model:model", "--dialect", "nnx", "-o", "m.json").exit_code == 0
+    of_model, of_file = (run("plan", source, *words).stdout for source in ("my_model:model", "m.json"))
     assert "P('fsdp', None)" in of_model
     assert of_model.splitlines()[1:2] == of_file.splitlines()[1:2]
 
 
-def test_a_manifest_of_boxes_has_their_names(tmp_path, monkeypatch):
+def test_a_manifest_of_boxes_has_their_names(tmp_path):
     nn = pytest.importorskip("flax.linen")
     jax = pytest.importorskip("jax")
     leaf = jax.ShapeDtypeStruct((8, 16), "float32")
     tree = {"w": nn.LogicallyPartitioned(leaf, ("embed", None)), "b": leaf}
-    plan = sr.plan(tree, sr.LogicalRules([("embed", "fsdp")]), {"fsdp": 2})
-    sr.write_manifest(tree, tmp_path / "m.json.gz")
-    text = gzip.decompress((tmp_path / "m.json.gz").read_bytes()).decode()
-    assert json.loads(text)["logical_axes"] == {"w": ["embed", None]}
-    sr.write_manifest(plan, tmp_path / "p.json")
-    assert (tmp_path / "p.json").read_text() == text
+    paths = [tmp_path / name for name in ("m.json.gz", "p.json", "n.json")]
+    sr.write_manifest(tree, paths[0])
+    sr.write_manifest(sr.plan(tree, sr.LogicalRules([("embed", "fsdp")]), {"fsdp": 2}), paths[1])
+    assert run("manifest", paths[0], "-o", paths[2]).exit_code == 0
+    texts = [gzip.decompress(paths[0].read_bytes()).decode(), *(path.read_text() for path in paths[1:])]
+    assert texts[0] == texts[1]
+    assert [json.loads(text)["logical_axes"] for text in texts] == [{"w": ["embed", None]}] * 3
     with pytest.raises(ValueError, match="a manifest has paths such as"):
         sr.write_manifest(sr.plan({"w": leaf}, sr.Rules([], sr.dialects.KEYSTR), {"a": 1}), "x")
-    monkeypatch.chdir(tmp_path)
-    done = run("manifest", "m.json.gz", "-o", "n.json")
-    assert (done.exit_code, done.stdout) == (0, "")
-    assert json.loads((tmp_path / "n.json").read_text())["logical_axes"] == {"w": ["embed", None]}
 
 
 OFF = "--level catch-all=off"
@@ -486,7 +411,7 @@ OFF = "--level catch-all=off"
         ("--optimizer adam", 2, "'--optimizer' needs '--hbm' or '--budget'"),
         ("--budget peak=1GB", 2, "'--budget': peak is of prove; what is planned is of device"),
         ("--budget device", 2, "'--budget': 'device': write it as memory=bytes"),
-        ("--budget device=1GB --budget device=2GB", 2, "'--budget': 'device' has two values"),
+        ("--budget device=1GB --budget device=2GB", 2, "'--budget': a key is given twice"),
     ],
 )  # fmt: skip
 def test_what_check_tells_and_how_it_exits(small, options, code, told):
@@ -497,33 +422,21 @@ def test_what_check_tells_and_how_it_exits(small, options, code, told):
         assert done.stdout.count("error[") == code
 
 
-def test_a_manifest_that_is_old_is_told(tmp_path, monkeypatch):
+def test_a_manifest_that_is_old_is_told(module):
     """Nothing told that the committed manifest was of another model, so its check was green."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    def model(width):
-        Path("old_manifest.py").write_text(
-            f"import jax\ndef model(): return {{'w': jax.ShapeDtypeStruct(({width}, 8), 'float32')}}"
-        )
-        sys.modules.pop("old_manifest", None)
-        importlib.invalidate_caches()
-
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    model(8)
-    assert run("manifest", "old_manifest:model", "-o", "m.json").exit_code == 0
-    same = run("manifest", "old_manifest:model", "--check", "m.json")
-    assert (same.exit_code, same.stdout) == (0, "no differences\n")
-    model(16)
+    text = "def model(): return {{'w': jax.ShapeDtypeStruct(({}, 8), 'float32')}}"
+    module(text.format(8))
+    words = ("manifest", "my_model:model", "--check", "m.json")
+    assert run(*words[:2], "-o", "m.json").exit_code == 0
+    assert run(*words).stdout == "no differences\n"
+    module(text.format(16))
     before = Path("m.json").read_bytes()
-    old = run("manifest", "old_manifest:model", "--check", "m.json")
-    assert old.exit_code == 1
+    old = run(*words)
+    assert (old.exit_code, Path("m.json").read_bytes()) == (1, before)
     told, difference, *_ = old.stdout.splitlines()
-    assert told == "m.json is old: shardrules manifest old_manifest:model -o m.json"
-    assert difference.startswith("~ w  (8, 8) -> (16, 8)") or "[8, 8] -> [16, 8]" in difference
-    assert Path("m.json").read_bytes() == before
-    both = run("manifest", "old_manifest:model", "--check", "m.json", "-o", "n.json")
-    assert (both.exit_code, "'--check' and '-o' / '--output' exclude each other" in both.stderr) == (2, True)
+    assert told == "m.json is old: shardrules manifest my_model:model -o m.json"
+    assert "w" in difference
+    assert "'--check' and '-o' / '--output' exclude each other" in run(*words, "-o", "n.json").stderr
 
 
 @pytest.mark.parametrize(

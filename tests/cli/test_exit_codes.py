@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -18,7 +17,7 @@ import shardrules as sr
 from examples import demo
 from shardrules._cli import planning, process
 from tests.support.command_line import invoke
-from tests.support.slow import slow, some
+from tests.support.slow import slow
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
 LARGE = [str(demo.MODEL), "-r", str(demo.RULES), "-m", "fsdp=64,sp=1,tp=8"]
@@ -46,23 +45,18 @@ def run(command, redirection="", **more):
 
 
 @POSIX
-@pytest.mark.parametrize(
-    ("redirection", "mesh"), some(itertools.product([">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"], CODES), 2)
-)
-def test_a_closed_stream_is_like_the_null_device(small, redirection, mesh):
+@pytest.mark.parametrize("redirection", [">&-", "2>&-", ">&- 2>&-", slow("<&- >&- 2>&-")])
+@pytest.mark.parametrize("mesh", [slow(NOTHING), FINDINGS, slow(BAD)])
+def test_a_closed_stream_is_like_the_null_device(small, tmp_path, redirection, mesh):
     code = CODES[mesh]
     ended, out, err = run(["check", *small, mesh, "--fail-on", "info"], redirection)
     assert ended == code
     # What is for one stream is not on the other.
     assert (out == "") == (redirection != "2>&-" or code == 2)
     assert (err == "") == ("2>&-" in redirection or code != 2)
-
-
-@POSIX
-def test_a_file_never_takes_the_place_of_a_closed_stream(small, tmp_path):
-    lock = tmp_path / "plan.lock"
-    assert run(["plan", *small, NOTHING, "--lock", str(lock)], "<&- >&- 2>&-")[0] == 0
-    assert json.loads(lock.read_text())["mesh"] == {"tp": 4}
+    # Nor does a file take the place of a closed stream.
+    assert run(["plan", *small, FINDINGS, "--lock", str(tmp_path / "plan.lock")], redirection)[0] == 0
+    assert json.loads((tmp_path / "plan.lock").read_text())["mesh"] == {"tp": 4, "dp": 2}
 
 
 @POSIX
@@ -117,30 +111,6 @@ def test_a_signal_ends_it_in_order(small, tmp_path, name):
 
 
 @POSIX
-@pytest.mark.parametrize("sends", [True, False])
-def test_a_signal_that_python_drops_is_not_forgotten(sends):
-    """Importing runs callbacks of weak references, where an exception is printed and ignored."""
-    code = (
-        "import os, signal, sys, weakref\n"
-        "from shardrules._cli.process import exit_with\n"
-        "sys.unraisablehook = lambda _: None\n"
-        "class Thing: pass\n"
-        "def command():\n"
-        "    thing = Thing()\n"
-        f"    send = lambda _: {sends} and signal.raise_signal(signal.SIGTERM)\n"
-        "    reference = weakref.ref(thing, send)\n"
-        "    del thing\n"
-        "    print('goes on')\n"
-        "    return 0\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
-        "exit_with(command)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "goes on\n"
-    assert done.returncode == (128 + signal.SIGTERM if sends else 0)
-
-
-@POSIX
 def test_what_nohup_ignores_stays_ignored():
     code = (
         "import signal, os; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
@@ -154,22 +124,16 @@ def test_a_stream_of_few_characters_gets_escapes(tmp_path, small):
     model = tmp_path / "model.json"
     model.write_text(json.dumps({"params": [["层/é", [4096, 4096], "F32"]]}))
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
-    for command in ("plan", "check"):
-        code, out, err = run([command, str(model), *small[1:], NOTHING], env=ascii_only)
-        assert (code, err) == (command == "check", "")
-        assert r"\u5c42/\xe9" in out
+    code, out, err = run(["check", str(model), *small[1:], NOTHING], env=ascii_only)
+    assert (code, err, r"\u5c42/\xe9" in out) == (1, "", True)
     code, out, err = run(["plan", "层", *small[1:], NOTHING], env={**ascii_only, "PYTHONUTF8": "1"})
-    assert (code, out) == (2, "")
-    assert err.startswith(r"error: \u5c42: ")
+    assert (code, out, err.startswith(r"error: \u5c42: ")) == (2, "", True)
 
 
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (MemoryError("Unable to allocate 8 GiB"), "error: out of memory: Unable to allocate 8 GiB\n"),
-        (MemoryError(), "error: out of memory\n"),
-        (ImportError("no plotly"), "error: no plotly\n"),
-        (RecursionError("deep"), "error: deep\n"),
+        (MemoryError("Unable to allocate 8 GiB"), "error: MemoryError: Unable to allocate 8 GiB\n"),
         (KeyError("no leaf"), "error: no leaf\n"),
         (ValueError("bad"), "error: bad\n"),
         (ZeroDivisionError("a\n0 errors"), r"error: ZeroDivisionError: a\u000a0 errors: this is a bug in shardrules"),
@@ -194,13 +158,9 @@ def test_the_traceback_is_for_python_s_development_mode(small):
     assert done.stderr.splitlines()[-1].startswith("error: none.json: No such file")
 
 
-def test_every_end_has_its_code():
-    assert process.code_of(BrokenPipeError()) == 141
-    assert process.code_of(KeyboardInterrupt()) == 130
-
-
 CONTRADICTIONS = [
     ("sweep -m tp=2 --devices 8", "'--mesh' and '--devices' exclude each other: leave out either"),
+    ("sweep -m tp=2 --axes tp=2", "'--axes': 'tp=2' has sizes"),
     ("sweep --axes tp", "'--axes' needs '--on' or '--devices'"),
     ("sweep --devices 8", "--devices and --axes for all factorizations"),
     ("sweep --devices 0 --axes tp", "'--devices': 0 is not in the range x>=1"),
@@ -209,24 +169,17 @@ CONTRADICTIONS = [
     ("sweep -m tp=2 --optimizer-dtype BF16", "'--optimizer-dtype' needs '--optimizer'"),
     ("sweep -m tp=2 --optimizer-dtype bf61", "'--optimizer-dtype': unknown dtype 'bf61'"),
     ("plan -m tp=2 --hbm 0", "'--hbm': the value is '0': that is 0 bytes"),
-    ("plan -m tp=2 --hbm nan", "'--hbm': 'nan' is neither bytes"),
     ("plan -m tp=2 --lock x --html x", "--html x would replace --lock"),
     ("plan -m tp=2 --lock model.json", "--lock model.json would replace"),
-    ("plan -m tp=2 --hbm 80", "'--hbm': the value is '80': that is 80 bytes; write 80e9, or '80GB'"),
-    ("plan -m tp=2 --hbm v5q", "'v5q' is neither bytes, such as 96GB, nor a device"),
+    ("plan -m tp=2 --hbm 80", "'--hbm': the value is '80': that is 80 bytes; write "),
+    ("plan -m tp=2 --hbm v5q", "'--hbm': name: there are no figures for 'v5q'; there are some for v4"),
     ("plan -m tp=2 --optimizer magic", "'--optimizer': 'magic' is not one of 'sgd'"),
     ("plan -m tp=2 --gradients F33", "'--gradients': unknown dtype 'F33'"),
-    (f"plan -m {','.join(f'a{i}=1' for i in range(65))}", "a mesh of 65 axes; it can have at most"),
-    ("plan -m a=65536,b=32768", "a mesh of 2147483648 devices; it can have at most 16,777,216"),
-    ("plan -m tp=2,tp=2", "axis 'tp' is there twice"),
     ("plan -m tp=-1", "the size of the mesh axis 'tp' is -1 (an int); it must be an integer from 1"),
     ("plan -m tp=nan", "'--mesh': mesh 'tp=nan': the size of 'tp' is not an integer; write tp=4"),
-    (f"plan -m tp={'9' * 5000}", "the size of 'tp' is not an integer"),
-    ("plan -m dp=8,", "mesh 'dp=8,': '' is not an axis; write it as tp=4"),
     ("plan --mesh=", "the mesh is empty; write its axes as dp=8,tp=4"),
-    ("check -m tp=2 --head-dim 0", "'--head-dim': 0 is not in the range x>=1"),
-    ("check -m tp=2 --level dead=off --level dead=error", "'--level': 'dead' has two values"),
-    ("check -m tp=2 --level ded=off", "'--level': there is no finding 'ded' (did you mean dead?)"),
+    ("check -m tp=2 --level dead=off --level dead=error", "'--level': a key is given twice"),
+    ("check -m tp=2 --level ded=off", "'--level': there is no finding 'ded'; near it: dead"),
     ("check -m tp=2 --level dead=loud", "'--level': 'loud' (a str) is no level; write one of error"),
     ("check -m tp=2 --level dead", "'--level': 'dead': write it as kind=level"),
     ("check -m tp=2 --fix --format json", "'--fix' and '--format' exclude each other"),
@@ -234,7 +187,7 @@ CONTRADICTIONS = [
     ("diff x --tolerance 2%", "--tolerance is of --fail-on grown"),
     ("diff x --fail-on grown --tolerance -1%", "'--tolerance': '-1%': write a part"),
     ("diff x --fail-on grown --tolerance 2", "'--tolerance': '2': write a part"),
-    ("plan -m tp=2 --dialect nxn", "'--dialect': there is no dialect 'nxn' (did you mean nnx?)"),
+    ("plan -m tp=2 --dialect nxn", "'--dialect': there is no dialect 'nxn'; near it: nnx"),
 ]  # fmt: skip
 
 
@@ -258,8 +211,8 @@ def test_a_compiler_that_hears_no_signal_is_ended(tmp_path, name):
         "from shardrules._cli import process\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(256)\n"
-        "with process.ended_at_once():\n"
-        "    lock(mutex), pathlib.Path('begun').touch(), lock(mutex)\n"
+        "process.let_signals_end()\n"
+        "lock(mutex), pathlib.Path('begun').touch(), lock(mutex)\n"
     )
     words = [sys.executable, "-c", deaf]
     with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE) as process:
@@ -275,9 +228,7 @@ def test_a_compiler_that_hears_no_signal_is_ended(tmp_path, name):
     ("function", "options", "text"),
     [
         (lambda x: 1 / 0, {}, "the step fails: ZeroDivisionError: division by zero\n"),
-        (lambda x: x if x.sum() > 0 else -x, {}, "the step fails: TracerBoolConversionError: Attempted"),
-        (lambda x: {}["w"], {}, "the step fails: KeyError: 'w'\n"),
-        (lambda x: x, {"compiler_options": {"no_such_option": True}}, "the step does not compile: RuntimeError: INVALID_ARGUMENT: No"),
+        (lambda x: x, {"compiler_options": {"no_such_option": True}}, "the step fails: RuntimeError: INVALID_ARGUMENT: No"),
     ],
 )  # fmt: skip
 def test_an_error_of_the_step_is_no_bug_of_shardrules(capsys, function, options, text):

@@ -99,7 +99,7 @@ def test_other_forms():
         ((*WORDS, "--axes", "a,b"), "'--axes' exclude each other"),
         ((*WORDS, "--on", "v5p:2x2x2"), "'--on' and '--hardware' exclude each other"),
         ((*WORDS, "--hbm", "1MB"), "more than the 1.00 MB that there are\n  "),
-        ((*WORDS, "--hbm", "much"), "neither bytes, such as 96GB, nor a device"),
+        ((*WORDS, "--hbm", "much"), "there are no figures for 'much'"),
         (("solve", "mlp_to_solve:without_plan", *WORDS[2:]), "none of the arguments is a Plan"),
         (("solve", "mlp_to_solve:no_step", *WORDS[2:]), "this gives 3"),
         (("solve", "mlp_to_solve:nothing", *WORDS[2:]), "nothing"),

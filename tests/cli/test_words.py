@@ -14,7 +14,7 @@ import shardrules as sr
 from shardrules import __version__
 from shardrules._base.hardware import public_hardware
 from shardrules._base.io import DEFAULT_MEMORY
-from shardrules._cli.options import commands, names
+from shardrules._cli.options import commands
 from shardrules._plan.codec import DIALECTS, LOGICAL_DIALECTS
 from shardrules._plan.findings import LEVELS
 from tests.support import command_page
@@ -37,7 +37,6 @@ COMMANDS = {command.name: command for command in commands()}
         ("model -m tp=2 --dialect NNX", {"dialect": sr.dialects.NNX}),
         ("-m tp=2 -q -- model", {}),
         ("model -m tp=2 --hbm v5P", {"hbm": sr.Hardware.named("v5p").memory_bytes}),
-        ("model -m x=16777216", {"mesh": {"x": 2**24}}),
         ("model -m fsdp=2,tp=4", {"mesh": {"fsdp": 2, "tp": 4}}),
         ("- -m tp=2", {"model": "-"}),
     ],
@@ -65,7 +64,6 @@ def test_words_of_sweep_are_options(words, options):
     ("words", "message"),
     [
         ("plan", "Missing argument 'SOURCE'"),
-        ("explain -r x", "Missing argument 'SOURCE'"),
         ("plan m", "Missing option '-r' / '--rules'"),
         ("plan m -r r", "Missing option '-m' / '--mesh'"),
         ("plan m -m", "'-m' requires an argument"),
@@ -73,10 +71,8 @@ def test_words_of_sweep_are_options(words, options):
         ("plan --mash fsdp=8", "Did you mean"),
         ("plan m -z", "No such option"),
         ("plan -r r -m tp=2 -- m --x", "Got unexpected extra argument (--x)"),
-        ("check m -r r -m tp=2 --head-dim 1.5", "'--head-dim': '1.5' is not a valid number"),
-        ("chek", "there is no command 'chek' (did you mean check?)"),
-        ("help chek", "there is no command 'chek' (did you mean check?)"),
-        ("zzz", f"there is no command 'zzz'; there are {', '.join(names())}"),
+        ("check m -r r -m tp=2 --head-dim 0.5", "'--head-dim': '0.5' is not a valid number"),
+        ("chek", "No such command 'chek'"),
     ],
 )
 def test_other_words_are_refused(words, message):
@@ -90,12 +86,10 @@ def test_other_words_are_refused(words, message):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_has_its_help(name):
     shown = invoke(name, "--help")
-    assert (shown.exit_code, shown.stderr) == (0, "")
-    assert invoke("help", name) == shown == invoke(name, "-h")
+    assert (shown.exit_code, shown.stderr, invoke(name, "-h")) == (0, "", shown)
     text = " ".join(shown.stdout.split())
-    for parameter in COMMANDS[name].params:
-        assert parameter.help in text
     assert COMMANDS[name].epilog in text
+    assert [each.help for each in COMMANDS[name].params if each.help not in text] == []
 
 
 @pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"prove", "rehearse", "solve", "step", "sweep"}))
@@ -121,27 +115,17 @@ def test_the_help_names_what_there_is():
     assert f"of logical rules {', '.join(LOGICAL_DIALECTS)}. Default" in shown
     of_solve = " ".join(invoke("solve", "--help").stdout.split())
     assert f"without --on: {', '.join(public_hardware())}; or" in of_solve
+    assert "moments. [default: float32] --hbm" in shown  # the default is there once
     assert f"--fail-on [{'|'.join(LEVELS)}|never]" in invoke("check", "-h").stdout
-
-
-def test_the_help_has_defaults_once():
-    shown = " ".join(invoke("plan", "--help").stdout.split())
-    assert "moments. [default: float32] --hbm" in shown
 
 
 def test_the_overview_is_the_help_of_all():
     shown = invoke("--help")
-    assert shown.exit_code == 0
+    assert (shown.exit_code, invoke()) == (0, shown._replace(exit_code=2))
     for name, command in COMMANDS.items():
         assert f"  {name} " in shown.stdout
-        assert command.help.partition("\n\n")[0] in " ".join(shown.stdout.split())
-    for text in ("Exit codes:", "128 + N", "docs/command-line.md", "--version"):
-        assert text in shown.stdout
-    assert invoke() == shown._replace(exit_code=2)
-    assert invoke("help") == shown
-
-
-def test_the_version_is_told():
+        assert command.short_help in " ".join(shown.stdout.split())
+    assert "128 + N" in shown.stdout
     assert invoke("--version").stdout == f"shardrules {__version__}\n"
 
 
@@ -154,22 +138,13 @@ def test_the_page_of_commands_is_theirs():
     ("line", "words"),
     [
         ("shardrules ch", {"plain,check"}),
-        ("shardrules check x --fail", {"plain,--fail-on"}),
         ("shardrules check x --fail-on w", {"plain,warning"}),
         ("shardrules check x --format ", {"plain,text", "plain,json", "plain,github"}),
         ("shardrules check x --rules ", {"file,"}),
-        ("shardrules check ", {"file,"}),
     ],
 )
 def test_a_shell_completes(line, words):
-    count = line.count(" ")
-    environment = {
-        **os.environ, "_SHARDRULES_COMPLETE": "bash_complete", "COMP_WORDS": line,
-        "COMP_CWORD": str(count),
-    }  # fmt: skip
+    asked = {"_SHARDRULES_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
     command = [sys.executable, "-m", "shardrules"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, check=True)
     assert set(done.stdout.splitlines()) == words
-    source = {**environment, "_SHARDRULES_COMPLETE": "zsh_source"}
-    done = subprocess.run(command, env=source, capture_output=True, text=True, check=True)
-    assert "#compdef shardrules" in done.stdout

@@ -12,10 +12,8 @@ from typing import Any, Final
 import click
 
 from shardrules import __version__
-from shardrules._base.text import printable
 from shardrules._cli.options import CONTEXT, command_named, names
-from shardrules._cli.process import FAILED, exit_with, print_note
-from shardrules._cli.types import did_you_mean
+from shardrules._cli.process import FAILED, exit_with
 
 _ALLOCATIONS: Final = 1_000_000
 _DEVICES: Final = ("accel*", "vfio/*", "nvidia*", "kfd")
@@ -29,13 +27,8 @@ Exit codes:
   128 + N  An end by signal N.
 
 \b
-More:
-  shardrules help COMMAND
-           The options of a command, with an example.
+Completion in bash; zsh and fish alike:
   eval "$({_COMPLETE}=bash_source shardrules)"
-           Completion in bash; zsh and fish alike.
-  docs/command-line.md
-           All commands, as a page of the documentation.
 """
 
 
@@ -49,15 +42,6 @@ class Group(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the command of this name."""
         return command_named(cmd_name) if cmd_name in names() else None
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command, or say which was meant."""
-        if args[0] not in names() and not ctx.resilient_parsing:
-            near = did_you_mean(args[0], names())
-            raise click.UsageError(f"there is no command {args[0]!r}{near}", ctx)
-        return super().resolve_command(ctx, args)
 
 
 APP: Final = Group(
@@ -93,8 +77,6 @@ def run() -> int:
     What the command raises is for `exit_with`.
     """
     words = sys.argv[1:]
-    if words[:1] == ["help"]:
-        words = [*words[1:], "--help"]
     if instruction := os.environ.get(_COMPLETE):
         from click.shell_completion import shell_complete
 
@@ -104,10 +86,3 @@ def run() -> int:
             return int(APP.invoke(ctx))
     except click.exceptions.Exit as end:
         return end.exit_code if words else FAILED
-    except click.MissingParameter as error:
-        print_note(f"error: {printable(error.format_message()).rstrip('.')}")
-        print_note(f"{error.ctx.command.epilog if error.ctx else ''}; see --help")
-        return FAILED
-    except click.UsageError as error:
-        print_note(f"error: {printable(error.format_message()).rstrip('.')}; see --help")
-        return FAILED

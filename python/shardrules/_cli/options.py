@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -72,11 +71,9 @@ def _is_given(ctx: click.Context, parameter: click.Parameter) -> bool:
 
 
 def _one_each(ctx: click.Context, option: click.Parameter, pairs: Any) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if values.setdefault(key, value) != value:
-            message = f"{key!r} has two values, {values[key]!r} and {value!r}"
-            raise click.BadParameter(message, ctx, option)
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise click.BadParameter("a key is given twice", ctx, option)
     return values
 
 
@@ -98,7 +95,7 @@ option = functools.partial(click.option, cls=Option)
 
 
 def argument(*declarations: str, **attributes: Any) -> Decorator:
-    """Make a decorator with an argument of a command; click 8.1.0's works once."""
+    """Make a decorator with an argument of a command; that of click before 8.1.4 works once."""
 
     def decorate(function: Any) -> Any:
         return click.argument(*declarations, cls=Argument, **attributes)(function)
@@ -145,16 +142,16 @@ def _set_quiet(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 
 
 _in_place_of_arguments = functools.partial(
-    option, in_job=False, excludes=("model", "function", "before")
+    Option, in_job=False, excludes=("model", "function", "before")
 )
 _OF_JOBS: Final = [
-    _in_place_of_arguments("--project", type=FILE, help="Run the jobs of this project file, "
+    _in_place_of_arguments(["--project"], type=FILE, help="Run the jobs of this project file, "
         "whoever owns it, and import what they name as package.module:function. Default: "
         "shardrules.toml in the current folder."),
-    _in_place_of_arguments("--job", metavar="NAME", help="Run this job alone, with any options."),
+    _in_place_of_arguments(["--job"], metavar="NAME", help="Run this job alone, with any options."),
 ]  # fmt: skip
 _OF_ALL: Final = [
-    option("-q", "--quiet", is_flag=True, is_eager=True, expose_value=False, callback=_set_quiet,
+    Option(["-q", "--quiet"], is_flag=True, is_eager=True, expose_value=False, callback=_set_quiet,
         in_job=False, help="Write the result and errors alone: no notes, hints or progress."),
 ]  # fmt: skip
 
@@ -163,15 +160,13 @@ def command(example: str, *, has_jobs: bool = False) -> Callable[[Any], click.Co
     """Make a command of a function; without its arguments it may run the jobs of a project."""
 
     def make(function: Any) -> click.Command:
-        about, name = inspect.cleandoc(function.__doc__), function.__name__
-        options, function.__click_params__ = function.__click_params__, []
-        for decorate in reversed(_OF_JOBS * has_jobs + _OF_ALL):
-            decorate(function)
-        function.__click_params__ += options  # click reverses them
+        name = function.__name__
         command = click.command(
-            name, cls=Command, context_settings=CONTEXT, help=about,
-            short_help=about.partition("\n\n")[0], epilog=f"Example: shardrules {name} {example}",
+            name, cls=Command, context_settings=CONTEXT,
+            short_help=function.__doc__.partition("\n\n")[0],
+            epilog=f"Example: shardrules {name} {example}",
         )(function)  # fmt: skip
+        command.params += _OF_JOBS * has_jobs + _OF_ALL
         command.has_jobs = has_jobs
         return command
 
@@ -244,9 +239,6 @@ slices: Final = option(
     help="Slices of TPUs, which the data centre's network connects.",
 )  # fmt: skip
 hbm = functools.partial(option, "--hbm", type=types.MEMORY)
-of_one_device: Final = hbm(
-    help="Memory of one device, such as 96GB or 80GiB, or its name, such as v5p."
-)
 dialect: Final = option(
     "--dialect", type=types.DIALECT,
     help="Semantics of the rules: big_vision, easylm, eformer, jaxseq, keras, nnx, spectrax; of "
@@ -288,20 +280,6 @@ def how_to_plan(*, needs_rules: bool = True) -> Decorator:
     return bundle(HowToPlan, "how", of_model, dialect, max_memory)
 
 
-def moments(optimizer: str | None, dtype: str) -> tuple[str, ...] | None:
-    """Return the dtypes of an optimizer's moments; None if there is none."""
-    return None if optimizer is None else (dtype,) * MOMENTS[optimizer]
-
-
-optimizer = functools.partial(
-    option, "--optimizer", type=click.Choice([*MOMENTS]), help="Count the state of this optimizer."
-)
-optimizer_dtype: Final = option(
-    "--optimizer-dtype", type=types.DTYPE, default="float32", needs=("optimizer",),
-    help="The dtype of the optimizer's moments.",
-)  # fmt: skip
-
-
 class ToCount(NamedTuple):
     """What training adds to the parameters, and the memory that there is."""
 
@@ -313,7 +291,8 @@ class ToCount(NamedTuple):
     @property
     def training(self) -> dict[str, Any]:
         """Arguments of `Plan.bytes_per_device`."""
-        dtypes = moments(self.optimizer, self.optimizer_dtype)
+        name = self.optimizer
+        dtypes = None if name is None else (self.optimizer_dtype,) * MOMENTS[name]
         return {"gradients": self.gradients, "optimizer": dtypes}
 
 
@@ -323,7 +302,9 @@ def memory(*needs: str) -> Decorator:
         ToCount, "memory",
         option("--gradients", type=types.DTYPE_OR_SAME, needs=needs,
             help="Count gradients of this dtype; 'same' is the parameters' own dtypes."),
-        optimizer(needs=needs),
-        optimizer_dtype,
-        of_one_device,
+        option("--optimizer", type=click.Choice([*MOMENTS]), needs=needs,
+            help="Count the state of this optimizer."),
+        option("--optimizer-dtype", type=types.DTYPE, default="float32", needs=("optimizer",),
+            help="The dtype of the optimizer's moments."),
+        hbm(help="Memory of one device, such as 96GB or 80GiB, or its name, such as v5p."),
     )  # fmt: skip

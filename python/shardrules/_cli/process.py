@@ -34,11 +34,8 @@ _OF_SIGNALS: Final = 128
 _SIGPIPE: Final = 13
 # Windows has no SIGHUP.
 _ENDING: Final = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-# Python drops an exception that a signal raises in a callback of a weak reference or in __del__, so
-# the command goes on; its exit code still says that it was to end.
-_received: Final[list[int]] = []
-_OF_STEP: Final = {"fails": "shardrules called ", "does not compile": "shardrules compiled "}
-"""What a step does by the note beside its error, which is none of shardrules."""
+_OF_STEP: Final = ("shardrules called ", "shardrules compiled ")
+"""Beginnings of the note beside an error of the user's step, which is none of shardrules."""
 _BAD_INPUT: Final = (ValueError, TypeError, KeyError, OSError, ImportError, RecursionError)
 
 
@@ -60,8 +57,6 @@ def exit_with(command: Callable[[], int]) -> NoReturn:
         sys.stdout.flush()
     except BaseException as error:
         code = code_of(error)
-    if _received:
-        code = _OF_SIGNALS + _received[0]
     for number in (signal.SIGINT, *_ENDING):
         signal.signal(number, signal.SIG_DFL)  # nothing is left to clean up
     _drop_unwritten()
@@ -83,34 +78,29 @@ def code_of(error: BaseException, where: str = "") -> int:
         return _OF_SIGNALS + int(error.args[0])
     if sys.flags.dev_mode:
         sys.excepthook(type(error), error, error.__traceback__)
-    print_note(f"error: {where}{_message(error)}")
-    for note in _notes(error):
+    # All but JAX's about its own frames.
+    notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith("-----")]
+    print_note(f"error: {where}{_message(error, notes)}")
+    for note in notes:
         print_note(note)
     return FAILED
 
 
-def _notes(error: BaseException) -> list[str]:
-    """List the notes beside an error, without JAX's about its own frames."""
-    return [note for note in getattr(error, "__notes__", ()) if not note.startswith("-----")]
-
-
-def _message(error: BaseException) -> str:
+def _message(error: BaseException, notes: list[str]) -> str:
     if isinstance(error, FileError | re.error):  # printable already, perhaps several lines
         return str(error)
-    for what, note in _OF_STEP.items():
-        if any(line.startswith(note) for line in _notes(error)):
-            lines = f"the step {what}: {type(error).__name__}: {error}".splitlines()
-            return printable_lines(lines)
-    if isinstance(error, MemoryError):
-        return printable(f"out of memory: {error}".removesuffix(": "))
+    if isinstance(error, click.UsageError):
+        return f"{printable(error.format_message()).rstrip('.')}; see --help"
+    if any(note.startswith(_OF_STEP) for note in notes):
+        return printable_lines(f"the step fails: {type(error).__name__}: {error}".splitlines())
     if isinstance(error, OSError) and error.filename is not None:
         return printable(f"{error.filename}: {error.strerror}; check the name and the permissions")
     if isinstance(error, _BAD_INPUT):
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         return printable(str(text))
+    report = ": this is a bug in shardrules; please report it with its traceback: PYTHONDEVMODE=1"
     return printable(
-        f"{type(error).__name__}: {error}: this is a bug in shardrules; please report it with the "
-        "traceback, which PYTHONDEVMODE=1 shows"
+        f"{type(error).__name__}: {error}{'' if isinstance(error, MemoryError) else report}"
     )
 
 
@@ -149,20 +139,11 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
         print(end="\x1b[K", file=sys.stderr, flush=True)
 
 
-@contextmanager
-def ended_at_once() -> Iterator[None]:
+def let_signals_end() -> None:
     """Let signals end the process at once: while a compiler is at work, none would be heard."""
-    numbers = [
-        number
-        for number in (signal.SIGINT, *_ENDING)
-        if signal.getsignal(number) is not signal.SIG_IGN
-    ]
-    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    for number in (signal.SIGINT, *_ENDING):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _open_streams() -> None:
@@ -179,7 +160,6 @@ def _open_streams() -> None:
 
 
 def _end_process(number: int, _: FrameType | None) -> NoReturn:
-    _received.append(number)
     raise _EndedError(number)
 
 
@@ -250,11 +230,3 @@ def _from_root(file: str | None) -> str | None:
     if file and root and path.is_relative_to(top := Path(root).resolve()):
         return path.relative_to(top).as_posix()
     return file
-
-
-def write_report(html: str, page: str) -> None:
-    """Write an HTML report, and tell of it."""
-    from shardrules._base.io import write_text
-
-    write_text(Path(html), page)
-    hint(f"{html}: a report in one file, which works offline")

@@ -13,10 +13,10 @@ import click
 from click.core import ParameterSource
 
 from shardrules._base.io import FileError, read_bytes
-from shardrules._base.text import printable, shown
+from shardrules._base.text import near_shown, printable, shown
 from shardrules._cli.options import Command, commands
-from shardrules._cli.process import FAILED, code_of, hint, print_note
-from shardrules._cli.types import FILE, KeyValues, did_you_mean
+from shardrules._cli.process import code_of, hint
+from shardrules._cli.types import FILE, KeyValues
 from shardrules._plan.codec import check_keys, naming
 from shardrules._plan.files.rules import parse_toml
 
@@ -40,10 +40,10 @@ def run_jobs(
     """Run a command for each job that has its arguments, and return the worst exit code."""
     named, job = ctx.params.get("project"), ctx.params.get("job")
     path = Path(named or OWN_FILE).absolute()
-    if not named and not path.is_file():
-        text = f"{missing.format_message()} Or write a project file here, {OWN_FILE}."
-        raise click.UsageError(text, ctx)
     if not named:
+        if not path.is_file():
+            text = f"{missing.format_message()} Or write a project file here, {OWN_FILE}."
+            raise click.UsageError(text, ctx)
         _check_owner(path)
     jobs = _jobs_of_command(command, path, read_jobs(path), job)
     if len(jobs) > 1:
@@ -76,7 +76,7 @@ def _jobs_of_command(command: Command, path: Path, jobs: Jobs, name: str | None)
     """Return the jobs that have the arguments of a command; with a name, that one."""
     if name is not None:
         if name not in jobs:
-            raise click.UsageError(f"--job: there is no job {name!r}{did_you_mean(name, jobs)}")
+            raise click.UsageError(f"--job: there is no job {name!r}{near_shown(name, jobs)}")
         jobs = {name: jobs[name]}
     if jobs_of_command := {job: jobs[job] for job in jobs if _is_of(command, jobs[job])}:
         return jobs_of_command
@@ -117,11 +117,6 @@ def _run_job(
             command.name, [*words], parent=ctx.parent, obj=job, default_map=defaults
         ) as of_job:
             return int(command.invoke(of_job))
-    except click.UsageError as error:
-        print_note(f"error: {printable(f'{job}: {error.format_message()}')}")
-        return FAILED
-    except BrokenPipeError:
-        raise
     except Exception as error:
         return code_of(error, printable(f"{job}: "))
 
@@ -140,29 +135,27 @@ def read_jobs(path: Path) -> Jobs:
         FileError: The file is wrong, or no command of a job reads one of its keys.
     """
     content = read_bytes(path, _PER_BYTE)
-    table = parse_toml(path, content) if content else {}
-    jobs = table.get("jobs")
-    if "tool" in table:
-        raise FileError(f"{path}: [tool.shardrules] is of no use here; write [jobs.NAME]")
-    with naming(path):
-        check_keys("", table, ["jobs", *_parameters()])
+    of_all = parse_toml(path, content) if content else {}
+    jobs = of_all.pop("jobs", None)
     if not isinstance(jobs, dict) or not jobs:
         raise FileError(
             f'{path}: there are no jobs; write [jobs.NAME] with model = "model.json", rules and '
             "mesh"
         )
-    of_all = {key: table[key] for key in table if key != "jobs"}
     merged: Jobs = {}
     for name, job in jobs.items():
         where = f"{path}: job {name}"
         if not isinstance(job, dict):
             raise FileError(f'{where}: it is {shown(job)}; write a table with model = "model.json"')
         merged[name] = {**of_all, **job}
-        if not any(_is_of(command, merged[name]) for command in _job_commands()):
-            raise FileError(f"{where}: it has neither a model to check nor a function to prove")
-        _check_jobs(where, job, [merged[name]])
-    _check_jobs(f"{path}", of_all, [*merged.values()])
+        _check_table(where, job, _commands_of([merged[name]]))
+    _check_table(f"{path}", of_all, _commands_of([*merged.values()]))
     return merged
+
+
+def _commands_of(jobs: list[dict[str, Any]]) -> list[Command]:
+    """List the commands that some of these jobs are for."""
+    return [each for each in _job_commands() if any(_is_of(each, job) for job in jobs)]
 
 
 def _job_commands() -> Iterator[Command]:
@@ -179,11 +172,6 @@ def _by_key(command: Command) -> dict[str, Any]:
     }
 
 
-def _parameters() -> dict[str, Any]:
-    """Return {key of a job: a parameter of a command}; those of a key have the same type."""
-    return {key: each for command in _job_commands() for key, each in _by_key(command).items()}
-
-
 def _types_of(parameter: Any) -> tuple[type, ...]:
     """Return the types of TOML that a key may have."""
     if getattr(parameter, "is_flag", False):
@@ -192,29 +180,26 @@ def _types_of(parameter: Any) -> tuple[type, ...]:
     return (*types, list) if getattr(parameter, "multiple", False) else types
 
 
-def _check_jobs(where: str, table: dict[str, Any], jobs: list[dict[str, Any]]) -> None:
-    """Check that some command of these jobs reads each key and item, and the types of values.
+def _check_table(where: str, table: dict[str, Any], job_commands: list[Command]) -> None:
+    """Check that one of these commands reads each key and item, and the types of values.
 
     What a value means is for each command.
     """
-    job_commands = [
-        command for command in _job_commands() if any(_is_of(command, job) for job in jobs)
-    ]
-    parameters = _parameters()
+    if not job_commands:
+        raise FileError(f"{where}: it has neither a model to check nor a function to prove")
+    owners = {key: command for command in _job_commands() for key in _by_key(command)}
     with naming(where):
-        check_keys("", table, parameters)
+        check_keys("", table, owners)
     for key, value in table.items():
-        types = _types_of(parameters[key])
-        if type(value) not in types or value == "":
+        types = _types_of(_by_key(owners[key])[key])
+        items = value if isinstance(value, list) else ()
+        if type(value) not in types or value == "" or any(type(item) is not str for item in items):
             written = " or ".join(_WRITTEN[kind] for kind in dict.fromkeys(reversed(types)))
             raise FileError(f"{where}: {key} is {shown(value)}; write {written}")
-        for item in value if isinstance(value, list) else ():
-            if not isinstance(item, str):
-                raise FileError(f"{where}: {key} has {shown(item)}; write a list of texts")
         readers = [_by_key(command)[key] for command in job_commands if key in _by_key(command)]
         if not readers:
-            reader = next(command for command in _job_commands() if key in _by_key(command))
-            raise FileError(f"{where}: {key} is of {reader.name}, which needs {_needed(reader)}")
+            owner = owners[key]
+            raise FileError(f"{where}: {key} is of {owner.name}, which needs {_needed(owner)}")
         for item in value if isinstance(value, dict) else ():
             reasons = [each.type.odd(item) for each in readers if isinstance(each.type, KeyValues)]
             if reasons and all(reasons):

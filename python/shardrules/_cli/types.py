@@ -10,7 +10,7 @@ from typing import Any, Final, get_args
 import click
 
 from shardrules._base.io import FileError
-from shardrules._base.text import nearest, shown
+from shardrules._base.text import near_shown, shown
 
 
 class Type(click.ParamType):  # type: ignore[type-arg]
@@ -69,10 +69,8 @@ def _split_names(value: str | list[str]) -> tuple[str, ...]:
 
 def _axes(value: str | list[str]) -> tuple[str, ...]:
     names = _split_names(value)
-    if odd := next((name for name in names if "=" in name), None):
-        raise ValueError(
-            f"{odd!r} has a size, and all sizes are tried; write {odd.partition('=')[0]}"
-        )
+    if "=" in "".join(names):
+        raise ValueError(f"{','.join(names)!r} has sizes; write names alone, as fsdp,tp")
     return names
 
 
@@ -88,12 +86,9 @@ def _memory(value: str | int) -> int:
 
     text = str(value).strip()
     if text[:1].isalpha():
-        from shardrules._base.hardware import device_of, public_hardware
+        from shardrules._base.hardware import Hardware
 
-        if device := device_of(text):
-            return device.memory_bytes
-        meant = did_you_mean(text, public_hardware())
-        raise ValueError(f"{text!r} is neither bytes, such as 96GB, nor a device{meant}")
+        return Hardware.named(text).memory_bytes
     return memory_bytes("the value", text)
 
 
@@ -116,7 +111,7 @@ def _dialect(value: str) -> Any:
 
     dialects: dict[str, Any] = {**DIALECTS, **LOGICAL_DIALECTS}
     if value.lower() not in dialects:
-        raise ValueError(f"there is no dialect {value!r}{did_you_mean(value, dialects)}")
+        raise ValueError(f"there is no dialect {value!r}{near_shown(value, dialects)}")
     return dialects[value.lower()]
 
 
@@ -138,7 +133,7 @@ def _odd_kind(kind: str) -> str:
     from shardrules._plan.findings import CheckKind
 
     kinds = get_args(CheckKind)
-    return "" if kind in kinds else f"there is no finding {kind!r}{did_you_mean(kind, kinds)}"
+    return "" if kind in kinds else f"there is no finding {kind!r}{near_shown(kind, kinds)}"
 
 
 def _level(value: Any) -> Any:
@@ -159,12 +154,6 @@ def _values_to_try(text: str) -> list[Any]:
         return words.get(word.lower(), word)
 
     return list(map(choice, _split_names(text)))
-
-
-def did_you_mean(word: str, words: Any) -> str:
-    """Return the end of a message on an unknown word: which was meant, or what there is."""
-    near = nearest(word, words)
-    return f" (did you mean {near}?)" if near else f"; there are {', '.join(sorted(words))}"
 
 
 def _odd_planned(key: str) -> str:

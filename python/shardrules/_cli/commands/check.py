@@ -82,18 +82,16 @@ def _over_budget(
     plan: Plan, memory: options.ToCount, budget: dict[str, int], level: Any
 ) -> Iterator[Finding]:
     """Yield a finding for the memory, and for the budget, that is less than what is planned."""
-    from shardrules._base.text import bytes_shown
     from shardrules._plan.check_leaves import no_room
 
-    hbm, allowed = memory.hbm, budget.get("device")
-    if hbm is None and allowed is None:
+    if memory.hbm is None and not budget:
         return
     needed = plan.bytes_per_device(**memory.training)
-    sizes = [plan.kinds[part.group].device_bytes * len(part.rows) for part in plan.folded]
-    largest = [plan.folded[place] for place in sorted(range(len(sizes)), key=sizes.__getitem__)]
-    if hbm is not None and needed.max > hbm and level != "off":
-        yield no_room(needed, hbm, largest[::-1])._replace(level=level)
-    if allowed is not None and needed.max > allowed:
-        finding = no_room(needed, allowed, largest[::-1])
-        message = f"{needed}; the budget is {bytes_shown(allowed)}"
-        yield finding._replace(kind="budget", message=message)
+    largest = sorted(
+        plan.folded, key=lambda part: -plan.kinds[part.group].device_bytes * len(part.rows)
+    )
+    bounds: Any = ("memory", memory.hbm, level), ("budget", budget.get("device"), "error")
+    for kind, most, level_of in bounds:
+        if most is not None and needed.max > most and level_of != "off":
+            finding = no_room(needed, most, largest)
+            yield finding._replace(kind=kind, level=level_of)

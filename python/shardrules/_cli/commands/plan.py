@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._cli import options
@@ -27,6 +28,7 @@ def plan(
     format: str, lock: str | None, html: str | None,
 ) -> None:  # fmt: skip
     """Show the spec of every array, and its bytes on each device."""
+    from shardrules._base.io import write_text
     from shardrules._base.text import bytes_shown
     from shardrules._cli import planning, process
     from shardrules._plan.report import heading, plan_json, plan_table
@@ -40,7 +42,8 @@ def plan(
     if lock:
         model_plan.lock(lock)
     if html and page:
-        process.write_report(html, page)
+        write_text(Path(html), page)
+        process.hint(f"{html}: a report in one file, which works offline")
     if format == "json":
         print(plan_json(model_plan, needed, hbm))
         return

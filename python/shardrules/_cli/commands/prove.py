@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +61,10 @@ def prove(
         raise FileError(f"{lock}: no such file; write it with --update-lock")
     devices = _mesh_to_prove_on(mesh, on, slices, axis_types)
     step, arguments, *outputs = planning.step_on(function, devices, rules)
-    at_once = process.ended_at_once() if time else contextlib.nullcontext()
+    if time:
+        process.let_signals_end()
     try:
-        with process.working(f"asking the compiler for {on or 'CPUs'}"), at_once:
+        with process.working(f"asking the compiler for {on or 'CPUs'}"):
             proof = prove(
                 step, *arguments, on=devices, outputs=outputs[0] if outputs else None,
                 large=large, hbm=hbm, budget=budget, time=time,
