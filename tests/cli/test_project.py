@@ -69,10 +69,9 @@ def test_annotations_name_the_job(project, monkeypatch):
 @pytest.fixture
 def planted(project, monkeypatch):
     """The folder of a project whose job names a module that tells that it ran."""
-    (project / "shardrules.toml").write_text(
-        '[jobs.planted]\nmodel = "planted_code:tree"\nrules = "rules.toml"\nmesh = "tp=2"\n'
-    )
-    (project / "planted_code.py").write_text("from pathlib import Path\nPath('ran').touch()\ndef tree(): return {}")
+    job = '[jobs.planted]\nmodel = "planted_code:tree"\nrules = "rules.toml"\nmesh = "tp=2"\n'
+    (project / "shardrules.toml").write_text(job)
+    (project / "planted_code.py").write_text("open('ran', 'w')\ndef tree(): return {}")
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     yield project
@@ -108,8 +107,7 @@ def test_the_project_file_of_another_user_runs_no_code(planted, monkeypatch):
 def test_a_project_file_is_named(project, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = invoke("check")
-    assert done.exit_code == 2
-    assert "'SOURCE'. Or write a project file here, shardrules.toml" in done.stderr
+    assert (done.exit_code, "Or write a project file here, shardrules.toml" in done.stderr) == (2, True)
     (project / "shardrules.toml").rename(project / "other.toml")
     done = invoke("check", "--project", "project/other.toml")
     assert done.stderr == f"project file: {project / 'other.toml'}\n"
@@ -201,15 +199,15 @@ def test_a_job_is_mended_as_its_hint_says(project):
     assert 'pattern = "norm"\nspec = []' in done.stdout
 
 
-def test_a_budget_is_of_what_is_planned_and_of_what_is_sent(project):
+@pytest.mark.parametrize(("size", "code"), [("2.2MB", 0), ("2.1MB", 1)])
+def test_a_budget_is_of_what_is_planned_and_of_what_is_sent(project, size, code):
     """It was for compiled steps alone, so that nothing told that the plan grew."""
-    text = 'model = "model.json"\nrules = "rules.toml"\nmesh = "tp=2"\noptimizer = "adam"\n'
-    for size, code in (("2.2MB", 0), ("2.1MB", 1)):
-        lines = f'gradients = "same"\n[jobs.a]\nbudget = {{device = "{size}", peak = "90GB"}}\n'
-        function = 'function = "some:step"\n'
-        (project / "shardrules.toml").write_text(text + lines + function)
-        done = invoke("check")
-        assert (done.exit_code, "error[budget]: " in done.stdout) == (code, bool(code)), done.output
+    (project / "shardrules.toml").write_text(
+        'model = "model.json"\nrules = "rules.toml"\nmesh = "tp=2"\noptimizer = "adam"\ngradients = "same"\n'
+        f'[jobs.a]\nfunction = "some:step"\nbudget = {{device = "{size}", peak = "90GB"}}\n'
+    )
+    done = invoke("check")
+    assert (done.exit_code, "error[budget]: " in done.stdout) == (code, bool(code)), done.output
 
 
 def test_each_form_of_a_value_is_an_option(project):
@@ -223,15 +221,12 @@ def test_each_form_of_a_value_is_an_option(project):
     assert (done.exit_code, done.stdout) == (0, told)
 
 
-def test_names_of_jobs_are_no_commands_of_a_runner(project):
-    for name in ("::error::x", "##[error]x", "a\nb\x1b[1m"):
-        (project / "shardrules.toml").write_text(
-            f'model = "model.json"\nmesh = "tp=2"\n[jobs.{json.dumps(name)}]\nrules = "dead.toml"\n'
-        )
-        done = invoke("check", "--format", "github")
-        assert done.exit_code == 0
-        head, annotation = done.stdout.splitlines()
-        assert not head.startswith("::")
-        assert "##[" not in head
-        assert annotation.startswith("::warning file=dead.toml,line=8,title=")
-        assert "\x1b" not in done.stdout
+@pytest.mark.parametrize("name", ["::error::x", "##[error]x", "a\nb\x1b[1m"])
+def test_names_of_jobs_are_no_commands_of_a_runner(project, name):
+    text = f'model = "model.json"\nmesh = "tp=2"\n[jobs.{json.dumps(name)}]\nrules = "dead.toml"\n'
+    (project / "shardrules.toml").write_text(text)
+    head, annotation = invoke("check", "--format", "github").stdout.splitlines()
+    assert not head.startswith("::")
+    assert annotation.startswith("::warning file=dead.toml,line=8,title=")
+    assert "##[" not in head
+    assert "\x1b" not in head + annotation

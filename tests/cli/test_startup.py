@@ -59,7 +59,7 @@ def test_a_plan_imports_no_other_command_and_no_suggestion(tmp_path):
     modules = imported_by(COMMAND_LINE, *words)
     others = ("_plan.suggest", "_program.verify", "_checkpoint", "compat")
     assert not [name for name in ours(modules) if name.startswith(tuple(map("shardrules.".__add__, others)))]
-    unasked = ("asking.check", "asking.collectives", "asking.sweep", "locks", "roles")
+    unasked = ("check", "sweep", "lock", "roles")
     assert not [name for name in modules if name.startswith(tuple(map(PLANNING.__add__, unasked)))]
     # numpy.unique imports numpy.ma, for 10 ms; the others are for other files and questions.
     assert not modules & {"jax", "plotly", "rich", "numpy.ma", "tomllib", "fractions"}

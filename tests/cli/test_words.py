@@ -51,7 +51,7 @@ def test_words_are_options(words, options):
     [
         ("--devices 8 --axes fsdp,tp", {"devices": 8, "axes": ("fsdp", "tp")}),
         ("-m tp=2 -m tp=4", {"mesh": ({"tp": 2}, {"tp": 4})}),
-        ("-m tp=2 --try batch=8,16 --try remat=true,none,x,0.5",
+        ("-m tp=2 --try batch=8,16 --try remat=True,none,x,0.5",
          {"tries": {"batch": [8, 16], "remat": [True, None, "x", 0.5]}}),
     ],
 )  # fmt: skip

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardrules._base.io import FileError, memory_within
-from shardrules._base.text import and_more
+from shardrules._base.text import counted
 from shardrules._cli.options import HowToPlan
 from shardrules._cli.process import hint, working
 from shardrules._plan.files.models import arrays_of, nested_dicts, read_arrays
@@ -22,8 +22,6 @@ from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
     from shardrules._program.step.step import Step
-
-_MOST_FALLBACKS: Final = 5
 
 
 class Planned(NamedTuple):
@@ -49,12 +47,11 @@ def plan_model(
         name, tree, names = read_tree(source, file.rules.dialect)
         planned = plan(tree, rules, mesh, companions=file.companions, names=names)
     notes = [f"note: these rules are not read: {unread}" for unread in file.unread]
-    if isinstance(file.rules, Rules):  # whose time has no bound
-        slow = [
-            f"note: `re`, not the automaton, evaluates rule {rule} {file.rules[rule][0]!r} ({why})"
-            for rule, why in file.rules.fallbacks
-        ]
-        notes += [*slow[:_MOST_FALLBACKS], *and_more(len(slow), _MOST_FALLBACKS, "pattern")]
+    if isinstance(file.rules, Rules) and (slow := file.rules.fallbacks):  # whose time has no bound
+        rule, why = slow[0]
+        first = f"rule {rule} {file.rules[rule][0]!r} ({why})"
+        count = counted(len(slow), "rule")
+        notes.append(f"note: `re`, not the automaton, evaluates {count}, as {first}")
     for note in notes:
         hint(note)
     return Planned(planned, name, file._replace(declared=all_declared(file.declared, declared)))
