@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import jax
@@ -113,6 +114,15 @@ def test_a_part_of_a_model_is_told(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "shardrules"):
         sr.load(tmp_path / "m" / "model-00001-of-00002.safetensors", P(), mesh_of())
     assert "is a part of a model; its directory has all" in caplog.text
+
+
+def test_arrays_that_an_index_leaves_out_are_told(tmp_path, caplog):
+    sr.save({"a": np.ones(4), "b": np.ones(4)}, tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
+    with caplog.at_level(logging.WARNING, "shardrules"):
+        assert list(sr.load(tmp_path, P(), mesh_of())) == ["a"]
+    assert "1 array of model-00001-of-00001.safetensors, such as b, which the index" in caplog.text
 
 
 def test_a_missing_value_that_finds_nothing(checkpoint):

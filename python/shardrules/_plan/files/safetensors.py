@@ -9,6 +9,7 @@ writer uses, which are an array as a list of its fields, a dtype as an object, a
 from __future__ import annotations
 
 import codecs
+import logging
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ import msgspec
 
 from shardrules._base.dtypes import RANDOM_KEYS, SAFETENSORS, bits_of
 from shardrules._base.io import FileError, join_chunks, opened, parse_json
-from shardrules._base.text import and_more, near_shown, shown
+from shardrules._base.text import and_more, counted, near_shown, shown
 from shardrules._plan.files.leaves import (
     ArraySpec,
     ArraySpecs,
@@ -31,6 +32,7 @@ from shardrules._plan.files.leaves import (
     state_of,
 )
 
+_LOG: Final = logging.getLogger("shardrules")
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
 # The bound of the safetensors library.
@@ -193,6 +195,11 @@ def read_index(path: Path, weight_map: Any, make: ArraySpecs) -> dict[str, Array
                     f"{near_shown(name, arrays)}; download the index and its files again"
                 )
             leaves[name] = arrays[name]
+        if left_out := [name for name in arrays if name not in weight_map]:
+            _LOG.warning(
+                "%s: %s of %s, such as %s, which the index leaves out",
+                path, counted(len(left_out), "array"), shard, left_out[0],
+            )  # fmt: skip
     return {name: leaves[name] for name in weight_map}
 
 
