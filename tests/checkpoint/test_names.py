@@ -101,7 +101,7 @@ WRONG = {
     "nothing says how often": (lambda: sr.Rename("x", "y", "a -> times a"), "to repeat along it, give its size in sizes"),
     "a stack inside": (lambda: sr.Rename("x{layer}", "y", "a -> (a layer)"), "so it must be the first of its dimension"),
     "apart inside": (lambda: sr.Rename("x", "{b:1|2}", "(a b) c -> a c"), "apart along 'b', so it must be the first of its dimension"),
-    "apart without a field": (lambda: sr.Rename("x", "y", "a b -> a"), "the path needs a field {b}"),
+    "apart without a field": (lambda: sr.Rename("x", "y", "a b -> a"), "the path needs a field {b}; or write it on the right"),
     "no arrow": (lambda: sr.Rename("x", "y", "out in"), "must have one '->'"),
     "an axis twice": (lambda: sr.Rename("x", "y", "a a -> a"), "has the axis 'a' twice"),
     "a misspelt axis": (lambda: sr.Rename("wq", "q", "out in -> in outt"), "did you mean 'out'"),

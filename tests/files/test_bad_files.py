@@ -102,6 +102,7 @@ RULES = [
     ([{"pattern": "a", "specs": 1}], "rule 0: key 'specs' is unknown"),
     ([["a", 3]], "rule 0: spec is 3"),
     ([["a", [None, 3]]], r"rule 0: entry 1 of spec is 3 .*; write an axis"),
+    ([["a", [{"unconstrained": 1}]]], r"rule 0: entry 0 of spec is .*; write an axis"),
     ([["a", [["tp", None]]]], "rule 0: entry 0 of spec is"),
     ([["a", [""]]], "rule 0: entry 0 of spec is ''"),
     ([["a", {"min_rank": 2}]], "rule 0: spec: fsdp is missing; write the mesh axis"),

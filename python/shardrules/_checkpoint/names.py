@@ -218,14 +218,17 @@ def _check_axes(record: Rename, name: Template, path: Template, dims: Arrangemen
         raise ValueError("sizes and resize are for the axes of dims: give dims, too")
     said = f"dims {record.dims!r}"
     repeated = {axis for axis in dims.stacked if isinstance(record.sizes.get(axis), int)}
-    for axes, keyword, side in ((dims.stacked, "name", name), (dims.unstacked, "path", path)):
+    for axes, others, keyword, side, fix in (
+        (dims.stacked, dims.unstacked, "name", name, "to repeat along it, give its size in sizes"),
+        (dims.unstacked, dims.stacked, "path", path, "or write it on the right of ->, too"),
+    ):
         for axis in axes:
             if axis not in side.fields and axis not in repeated:
-                near = nearest(axis, (*dims.unstacked, *name.fields), SLIP)
+                near = nearest(axis, (*others, *side.fields), SLIP)
                 meant = f"; did you mean {near!r}?" if near else ""
                 raise ValueError(
                     f"{said} has {axis!r} on one side alone, for which the {keyword} needs a "
-                    f"field {{{axis}}}{meant}; to repeat along it, give its size in sizes"
+                    f"field {{{axis}}}{meant}; {fix}"
                 )
     alone = {*dims.stacked, *dims.unstacked} - (repeated - name.fields.keys())
     for group in (*dims.source, *dims.target):

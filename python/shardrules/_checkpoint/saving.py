@@ -228,9 +228,8 @@ def _entry_of(name: str, target: Target, live: Mapping[str, Any]) -> _Entry:
         shape = (*target.shape, bits_of(target.dtype) // 32)
         entry = _Entry(name, shape, "uint32", lambda: jax.random.key_data(make()), target.dtype)
     if entry.dtype not in _CODES or bits_of(entry.dtype) < 8 or name == "__metadata__":
-        raise ValueError(
-            f"tree: {name} is {target.dtype}, which safetensors files cannot hold under this name"
-        )
+        what = " under this name" if name == "__metadata__" else "; convert it to another dtype"
+        raise ValueError(f"tree: {name} is {target.dtype}, which no safetensors file has{what}")
     return entry
 
 

@@ -362,9 +362,9 @@ _FREE: Final = {"unconstrained": True}
 """What stands for `PartitionSpec.UNCONSTRAINED`."""
 
 
-def _free_or(what: str, data: object, kind: Any, expected: str) -> Any:
+def _free_or(what: str, data: Any, kind: Any, expected: str) -> Any:
     """Return a value of this type, or P.UNCONSTRAINED."""
-    if data == _FREE:
+    if data == _FREE and data["unconstrained"] is True:
         from jax.sharding import PartitionSpec
 
         return PartitionSpec.UNCONSTRAINED
