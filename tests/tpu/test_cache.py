@@ -110,6 +110,11 @@ def test_the_oldest_entries_go(folder, is_kept, monkeypatch):
     kept = [is_kept(with_constant(value)) for value in (2, 3, 4, 4, 3, 2)]
     assert kept == [False, False, False, True, True, False]
     assert len([*folder.iterdir()]) == 2
+    (folder / "data.gz").write_text("of the user, older than all")
+    os.utime(folder / "data.gz", (0, 0))
+    assert not is_kept(with_constant(5))
+    assert len([*folder.iterdir()]) == 3
+    assert (folder / "data.gz").exists()
 
 
 def test_what_is_not_kept(folder, is_kept, monkeypatch, tmp_path):
@@ -128,6 +133,22 @@ def test_what_is_not_kept(folder, is_kept, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert not is_kept(double)
     assert len([*(tmp_path / "xdg" / "shardrules").iterdir()]) == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no such modes")
+def test_a_folder_that_others_may_write_is_neither_read_nor_written(folder, is_kept, tmp_path):
+    assert [is_kept(double), is_kept(double)] == [False, True]
+    folder.chmod(0o1777)
+    assert [is_kept(double), is_kept(lambda x: x * 3)] == [False, False]
+    assert len([*folder.iterdir()]) == 1
+    folder.chmod(0o770)
+    assert is_kept(double)
+    if os.geteuid() == 0:
+        folder.rename(tmp_path / "nobody's")
+        folder.symlink_to(tmp_path / "nobody's")
+        assert is_kept(double)  # a link of the user's own
+        os.chown(folder, 65534, -1)
+        assert not is_kept(double)
 
 
 PROGRAM = """

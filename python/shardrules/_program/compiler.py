@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -49,6 +50,8 @@ LIMIT: Final = 1200.0
 _LAST_WORDS: Final = 2000
 _MOST_KEPT: Final = 100
 """Texts in the cache; those that are oldest go."""
+_KEPT: Final = f"{'[0-9a-f]' * 64}.gz"
+"""Names of them: whatever else is in that folder is the user's."""
 _FLAGS: Final = ("XLA_", "LIBTPU_", "TPU_")
 _PACKAGES: Final = ("shardrules", "jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "scipy")
 """What children import."""
@@ -171,19 +174,19 @@ class AskedCompiler:
             OSError: There is no room for its files.
         """
         try:
-            return self._read()
-        except RuntimeError as error:
-            raise _noted(error) from None
+            try:
+                error = self._child.error("the compiler")
+            except RuntimeError as crash:
+                raise _noted(crash) from None
+            return self._read(error)
         finally:
             self.close()
 
-    def _read(self) -> tuple[Any, str] | Refusal:
+    def _read(self, error: str) -> tuple[Any, str] | Refusal:
         """Read what the child and XLA have written."""
-        numbers = None
-        if error := self._child.error("the compiler"):
-            numbers = refused_bytes(error)
-            if numbers is None:
-                raise RuntimeError(printable_lines(error.splitlines()))
+        numbers = refused_bytes(error) if error else None
+        if error and numbers is None:
+            raise _noted(RuntimeError(printable_lines(error.splitlines())))
         folder, topology = self._child.folder, self._topology
         files = [next(folder.glob(f"dump/*{name}"), None) for name in child.FILES]
         proto, report, buffers = (b"" if file is None else file.read_bytes() for file in files)
@@ -241,7 +244,7 @@ def finished(lowered: Any, mesh: Any) -> tuple[str, Compiled | None] | Refusal:
     """Compile a lowered step to its end, and of described TPUs keep its text, or read it.
 
     The folder has gzipped texts, which are read and never unpickled. What is not understood is
-    compiled again.
+    compiled again. A folder that another user may have written is neither read nor written.
 
     Returns:
         The module, which has the compiler's cycles, "" where the backend does not show it; and what
@@ -250,6 +253,7 @@ def finished(lowered: Any, mesh: Any) -> tuple[str, Compiled | None] | Refusal:
     path = _kept_file(lowered, mesh)
     if path is not None:
         with suppress(OSError, EOFError, zlib.error, ValueError):  # none, or a damaged one
+            _check_own(path.parent)
             text = gzip.decompress(path.read_bytes()).decode()
             check_hlo(text)
             return text, None
@@ -260,8 +264,9 @@ def finished(lowered: Any, mesh: Any) -> tuple[str, Compiled | None] | Refusal:
     if path is not None:
         with suppress(OSError):  # such as no room, or no right to write
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_own(path.parent)
             replace_file(path, gzip.compress(text.encode(), mtime=0))
-            entries = sorted(path.parent.glob("*.gz"), key=lambda entry: entry.stat().st_mtime)
+            entries = sorted(path.parent.glob(_KEPT), key=lambda entry: entry.stat().st_mtime)
             for entry in entries[:-_MOST_KEPT]:
                 entry.unlink()
     return text, compiled
@@ -280,6 +285,19 @@ def _kept_file(lowered: Any, mesh: Any) -> Path | None:
         return None  # what is to be dumped has to be made
     facts = device_identity(mesh), jax.__version__, sorted(flags.items()), asked
     return Path(folder, f"{hashlib.sha256(repr(facts).encode()).hexdigest()}.gz")
+
+
+def _check_own(folder: Path) -> None:
+    """Check that the folder, also behind a link, is this user's, or root's, and not all's.
+
+    Raises:
+        PermissionError: What is in it may be anybody's.
+    """
+    status = folder.stat()
+    if os.name == "posix" and (
+        status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH
+    ):
+        raise PermissionError("another user may have written there")
 
 
 def is_of_cpus(mesh: Any) -> bool:

@@ -170,3 +170,15 @@ def test_options_that_do_not_go_together_are_told(kind):
     words, message = MIXED[kind]
     code, _, err = run(*words)
     assert (code, message in err) == (2, True), err
+
+
+def test_axes_are_proposed_that_few_heads_share():
+    def step_on(mesh):
+        heads = {"wk": jax.ShapeDtypeStruct((16, 2, 8), "float32")}
+        plan = sr.plan(heads, [("wk", P(None, "tp"))], mesh)
+        return jax.jit(lambda params, x: x @ params["wk"][:, 0]), (plan, jax.ShapeDtypeStruct((4, 16), "float32"))
+
+    rows = sr.sweep(step_on, {"tp": 4})
+    assert [note.partition(": ")[0] for note in rows.notes] == ["few heads on tp=4"]
+    assert rows.notes[0] in str(rows)
+    assert sr.sweep(step_on, {"tp": 2}).notes == []

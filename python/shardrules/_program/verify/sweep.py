@@ -26,7 +26,8 @@ from shardrules._base.text import (
 )
 from shardrules._place.mesh import AnyMesh, as_mesh
 from shardrules._plan.answers import Answer, Column, Table
-from shardrules._plan.sweep import factorizations
+from shardrules._plan.plan import Plan
+from shardrules._plan.sweep import factorizations, few_heads_notes
 from shardrules._program.compiler import is_of_cpus
 from shardrules._program.lowering import check_step_on, step_parts
 from shardrules._program.memory import Buffer, OutOfMemory
@@ -78,11 +79,18 @@ class StepSweep(Answer[StepSweepRow]):
     """The devices, and how many rows fit; whether all of them have been tried."""
     is_whole: bool = True
     """False if an interrupt came before all were tried."""
+    _heads: tuple[str, ...] = ()
+    """As `few_heads_notes` of the plans among the arguments."""
 
     @property
     def heading(self) -> str:
         """The summary."""
         return self.summary
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines with axes of more devices than arrays have heads."""
+        return [printable(line) for line in self._heads]
 
     def _json(self) -> dict[str, Any]:
         return {"summary": self.summary, "is_whole": self.is_whole}
@@ -201,7 +209,8 @@ def swept(
         for choice in product(*values.values())
     ]
     rows: list[StepSweepRow] = []
-    results = asked_in_order(cases, partial(_asked, step_on, room))
+    plans: list[Plan] = []
+    results = asked_in_order(cases, partial(_asked, step_on, room, plans))
     with suppress(KeyboardInterrupt), closing(results) as asked:
         show(f"0 of {len(cases)} programs")
         for row, compiler in asked:
@@ -219,7 +228,8 @@ def swept(
         summary += "; no time is known of these devices: what sends least comes first"
     verdicts = Counter(filter(None, map(_verdict, rows)))
     summary = "; ".join([summary, *(f"{word}: {count:,}" for word, count in verdicts.items())])
-    return StepSweep(rows, summary=summary, is_whole=not is_cut)
+    heads = few_heads_notes(plans)
+    return StepSweep(rows, summary=summary, is_whole=not is_cut, _heads=heads)
 
 
 def _checked_choices(
@@ -262,9 +272,9 @@ _Case: TypeAlias = tuple[AnyMesh, dict[str, Any]]
 
 
 def _asked(
-    step_on: Callable[..., Any], room: int | None, case: _Case
+    step_on: Callable[..., Any], room: int | None, plans: list[Plan], case: _Case
 ) -> tuple[StepSweepRow, AskedProof | None]:
-    """Start the compiler of a row; or let it say why that cannot be done."""
+    """Start the compiler of a row, and note its plans; or let it say why that cannot be done."""
     mesh, choice = case
     row = StepSweepRow(dict(mesh.shape), choice, None, None, {}, None)
     try:
@@ -272,6 +282,7 @@ def _asked(
     except Exception as error:  # of the user's function, such as for heads that tp cannot cut
         return row._replace(why=_said(error)), None
     step, args, *outputs = step_parts(parts, "step_on")
+    plans += [arg for arg in args if isinstance(arg, Plan)]
     try:
         return row, AskedProof(step, args, on=mesh, outputs=next(iter(outputs), None), hbm=room)
     except Exception as error:

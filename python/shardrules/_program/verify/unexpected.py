@@ -110,8 +110,9 @@ def _movement_finding(
     cause = next(cause for cause in REASONS.values() if cause.text == reason)
     names = "; ".join([*map(str, rows[:_NAMED]), *and_more(len(rows), _NAMED, "collective")])
     step = "an iteration" if any(row.times is None for row in rows) else "a step"
+    of_xla = "" if any(row.is_called for row in rows) else ", by XLA's own collectives"
     message = (
-        f"{bytes_shown(size)} sent by each device in {step} over {', '.join(axes)}: "
+        f"{bytes_shown(size)} sent by each device in {step} over {', '.join(axes)}{of_xla}: "
         f"{reason}: {names}"
     )
     first = rows[0]
