@@ -72,6 +72,7 @@ def test_two_leaves_of_one_path_are_told_apart_by_nothing(mesh, tmp_path):
     plan = sr.plan(ONE_PATH, [("", "x")], mesh)
     for act in (
         lambda: sr.named_shardings(ONE_PATH, plan),
+        lambda: sr.named_shardings(ONE_PATH, sr.plan({"c": np.ones(8)}, [("", ())], mesh)),
         lambda: plan.diff(plan),
         plan.lock,
         lambda: plan.for_optimizer({"mu": ONE_PATH}),

@@ -188,6 +188,12 @@ def test_an_axis_of_a_logical_rule_for_activations_is_one_note():
     assert plan.check(data_axes=["dp"]) == ()
 
 
+def test_an_axis_that_a_misspelt_name_keeps_unused_is_a_warning():
+    rules = sr.LogicalRules([("embex", "fsdp"), ("mlp", "tp")])
+    plan = sr.plan({"w": LARGE}, rules, MESH, names={"w": ("embed", "mlp")})
+    assert only(plan.check(large=MIB), "unused-axis").level == "warning"
+
+
 def test_a_leaf_whose_base_no_rule_meets_falls_to_its_own_rule():
     tree = {"layers": {"wo": array(32, 64, 64), "wq": array(32, 64, 64)}}
     rules = [("layers/wo", ("fsdp", "tp")), (r"layers/\d+/wq", ("fsdp", "tp"))]

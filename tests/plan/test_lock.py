@@ -197,6 +197,16 @@ def test_any_names(sizes):
     check_round_trip(sr.plan({name: array(size) for name, size in sizes.items()}, [("[0w]", "tp")], {"tp": 2}))
 
 
+@pytest.mark.parametrize(
+    ("path", "pattern", "axis"), [("a\ud83d\ude00", "", "tp"), ("a", "\ud83d\ude00", "tp"), ("a", "", "\ud83d\ude00")]
+)
+def test_adjacent_lone_surrogates_are_refused(path, pattern, axis):
+    """JSON's reader makes one character of them: the lock would not come back."""
+    plan = sr.plan({path: array(8)}, [(pattern, axis), (".*", ())], {axis: 2})
+    with pytest.raises(ValueError, match="a lock cannot hold adjacent lone surrogates"):
+        plan.lock()
+
+
 def test_files(tmp_path):
     plan = sr.plan(TREE, [("", "tp")], MESH)
     text = plan.lock(tmp_path / "plan.lock")

@@ -190,7 +190,8 @@ def survey_planned(tree: Any, planned: Leaves) -> PlannedLeaves:
 def found_in_plan(leaves: Leaves, planned: Leaves, rows: list[int]) -> PlannedLeaves:
     """Check that leaves are those of these rows in a plan; raise as `survey_planned`."""
     if -1 in rows:
-        check_distinct(planned.paths, "a plan decides leaves by their paths")
+        for paths in (planned.paths, leaves.paths):
+            check_distinct(paths, "a plan decides leaves by their paths")
         unknown = [path for path, row in zip(leaves.paths, rows, strict=True) if row == -1]
         folded = fold_paths(unknown)
         planned_patterns = [group.pattern for group in planned.folded]

@@ -185,6 +185,12 @@ def unused_axes(context: CheckContext) -> Iterator[Finding]:
     # An axis that leaves lose, or that a misspelt one means, is reported as a correction.
     losses = [loss for kind in kinds for loss in kind.losses]
     lost = {a for loss in losses for a in (*loss.axes, *loss.beside, *loss.meant)}
+    # Dead rules for paths are told themselves; those for names are often for activations, unless
+    # leaves have names that no rule knows.
+    known = {None, *(name for name, _ in plan.rules)}
+    are_told = context.path_rules is not None or all(
+        known.issuperset(kind.names or ()) for kind in kinds
+    )
     for axis, dead in context.dead_rules_of.items():
         if axis in context.data_axes or axis in lost:
             continue
@@ -198,8 +204,7 @@ def unused_axes(context: CheckContext) -> Iterator[Finding]:
             costs += f"; it is named only by {context.rules(dead)}, which no leaf meets"
             fix = "correct the rule" if len(dead) == 1 else "correct the rules"
         alone = dead if axis not in named else []
-        # Those rules are told themselves.
-        is_warning = context.is_much(cost) and not alone
+        is_warning = context.is_much(cost) and not (alone and are_told)
         yield finding(
             "unused-axis",
             f"the mesh axis {axis!r} cuts no leaf: {costs}",

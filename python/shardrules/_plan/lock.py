@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 FORMAT: Final = "shardrules lock 3"
 MOST_TEXT: Final = 10**8
 """Characters of all paths: a few of a pattern must not fill the memory."""
+# JSON's reader takes the two for the one character that they would stand for.
+_ADJACENT_SURROGATES: Final = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _FIX: Final = "; make the lock again with Plan.lock or shardrules plan --lock"
 _PROBLEMS: Final = {"unmatched": UNMATCHED, "ambiguous": AMBIGUOUS}
 
@@ -91,12 +94,19 @@ def lock_text(plan: Plan) -> str:
             f"count as {characters:,} characters, of at most {MOST_TEXT:,}"
         )
     check_distinct(plan.paths, "a lock tells leaves apart by their paths")
-    leaf_texts = [json.dumps(_leaf_data(kind)).removeprefix("{") for kind in plan.kinds]
+    leaf_data = list(map(_leaf_data, plan.kinds))
+    leaf_texts = [json.dumps(each).removeprefix("{") for each in leaf_data]
     folded = sorted([(siblings.pattern, siblings.group) for siblings in plan.folded])
     encoded = map(json.JSONEncoder().encode, [pattern for pattern, _ in folded])
     pairs = zip(encoded, folded, strict=True)
     leaves = [f'{{"path": {path}, {leaf_texts[group]}' for path, (_, group) in pairs]
     data = rules_data(plan.rules)
+    text = json.dumps([plan.axis_sizes, data, leaf_data, folded], ensure_ascii=False)
+    if not text.isascii() and (pair := _ADJACENT_SURROGATES.search(text)):
+        raise ValueError(
+            f"a lock cannot hold adjacent lone surrogates, {shown(pair[0])}: give the leaf, "
+            "pattern or axis another name"
+        )
     rules = list(map(json.dumps, data.pop("rules")))
     head = {"mesh": plan.axis_sizes, **data}
     digest = _digest(json.loads(lines_of(head, rules=rules, leaves=leaves)))
