@@ -128,6 +128,8 @@ def test_a_mesh_of_another_size_is_told():
         sr.Topology("v5e:2x2", slices=4).mesh(dp=2, fsdp=2, sp=2, tp=2)
     with pytest.raises(ValueError, match="other devices than v5e:2x4"):
         sr.Topology("v5e:2x4").links(jax.make_mesh((1,), ("x",)))
+    with pytest.raises(TypeError, match="mesh is .* it must be a jax.sharding.Mesh"):
+        sr.Topology("v5e:2x4").links({"fsdp": 8})
 
 
 @needs_libtpu

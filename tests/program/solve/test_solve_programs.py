@@ -89,15 +89,18 @@ def test_what_code_by_device_makes_lies_as_its_specs_say():
     assert [row.kind for row in spread.sent] == ["all-gather"]  # all else is whole
 
 
-def test_what_is_in_heads_is_not_cut():
+@pytest.mark.parametrize("kernel", [(512, 1024), (512, 16, 64)])
+def test_what_is_in_heads_is_not_cut(kernel):
     def step(w, x):
-        q, k = ((x @ w[name]).reshape(8, 1024, 16, 64) for name in "qk")
+        q, k = (jnp.tensordot(x, w[name], 1).reshape(8, 1024, 16, 64) for name in "qk")
         q, k = (jnp.concatenate([-a[..., 32:], a[..., :32]], -1) for a in (q, k))
         return jnp.einsum("bthd,bshd->bhts", q, k)
 
-    traced = sr.trace(step, {"q": shape(512, 1024), "k": shape(512, 1024)}, shape(8, 1024, 512))
+    traced = sr.trace(step, dict.fromkeys("qk", shape(*kernel)), shape(8, 1024, 512))
     space = Space(traced, Machine(sr.Hardware.named("v5p"), {"fsdp": 4, "tp": 2}), 10**12)
     assert not {32, 64} & {traced._equations.dims.sizes[name] for name in space.values.keys() - {STORED}}
+    if len(kernel) == 3:
+        assert "head size" in [row.role for row in traced.dimensions if ("inputs/0/q", 2) in row.arrays]
 
 
 # State

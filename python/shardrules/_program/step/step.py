@@ -495,7 +495,7 @@ class Roles:
 
     def _see_attention(self, summed: list[int], batch: list[int], free: list[int]) -> None:
         """Name the classes of a product of two activations, one for each sequence and head."""
-        sizes, grouped = self._of_weights_in(summed), self._of_weights_in(free)
+        sizes, grouped = self._parts_of_weights(summed), self._of_weights_in(free)
         self._name(sizes, "head size")
         if sizes or not grouped:
             self._name(self._of_weights_in(batch), "KV heads" if grouped else "heads")
@@ -503,6 +503,27 @@ class Roles:
             self._name(grouped, "query heads of a KV head")
             self._name(free, "sequence")
             self._name(batch, "batch")
+
+    def _parts_of_weights(self, classes: Iterable[int]) -> list[int]:
+        """Return the classes of weights that these are, or whose parts they are put together of.
+
+        Rotary embeddings cut heads in halves, and put them together in a class of their own.
+        """
+        parts = [*classes]
+        for name in parts:  # which grows
+            parts += [other for other in self._cut_from.get(name, ()) if other not in parts]
+        return self._of_weights_in(parts)
+
+    @cached_property
+    def _cut_from(self) -> dict[int, list[int]]:
+        """Return {class: those that are a part of it, or that it is a part of}."""
+        near: dict[int, list[int]] = {}
+        for pair in self._equations.dims.parts:
+            first, second = map(self._equations.dims.classes, pair)
+            if len(first) == len(second) == 1:
+                near.setdefault(first[0], []).append(second[0])
+                near.setdefault(second[0], []).append(first[0])
+        return near
 
     def _of_weights_in(self, classes: Iterable[int]) -> list[int]:
         return [name for name in classes if name in self.of_weights]

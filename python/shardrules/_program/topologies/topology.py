@@ -316,8 +316,9 @@ class Topology:
             within a host; "DCN" if it is over slices or hosts, as in "DCN and ring"; "one device".
         """
         words: dict[str, str] = {}
+        places = self._places(mesh)
         for number, axis in enumerate(mesh.axis_names):
-            between, *within = _most_along(self._places(mesh), [number])
+            between, *within = _most_along(places, [number])
             link = filter(None, ("DCN" if between > 1 else "", self._layout.word(within)))
             words[axis] = " and ".join(link) or "one device"
         return words
