@@ -150,11 +150,9 @@ def test_what_goes_wrong_inside_is_an_error_and_a_bug_is_called_one(monkeypatch,
 
 
 def test_the_traceback_is_for_python_s_development_mode(small):
-    words = [sys.executable, "-X", "dev", "-m", "shardrules", "check", "none.json", *small[1:]]
-    command = [*words, NOTHING]
+    command = [sys.executable, "-X", "dev", "-m", "shardrules", "check", "none.json", *small[1:], NOTHING]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 2
-    assert "Traceback" in done.stderr
+    assert (done.returncode, "Traceback" in done.stderr) == (2, True)
     assert done.stderr.splitlines()[-1].startswith("error: none.json: No such file")
 
 

@@ -140,20 +140,10 @@ def commands(model, rules, mesh, directory, tail):
 ON_TERMINALS = {"plan", "check", "explain", "sweep"}
 
 
-class Terminal(io.StringIO):
-    """A stream that is a terminal, or is not."""
-
-    def __init__(self, *, is_terminal):
-        super().__init__()
-        self.is_terminal = is_terminal
-
-    def isatty(self):
-        return self.is_terminal
-
-
 def run(monkeypatch, args, *, is_terminal=False):
-    out, err = Terminal(is_terminal=is_terminal), Terminal(is_terminal=False)
+    out, err = io.StringIO(), io.StringIO()
     with monkeypatch.context() as patched:
+        patched.setattr(out, "isatty", lambda: is_terminal)
         patched.setattr(sys, "stdout", out)
         patched.setattr(sys, "stderr", err)
         patched.setattr(sys, "argv", ["shardrules", *args])

@@ -60,10 +60,15 @@ def test_check_runs_all_jobs_and_exits_as_the_worst(project):
 def test_annotations_name_the_job(project, monkeypatch):
     done = invoke("check", "--format", "github")
     assert "::warning file=dead.toml,line=8,title=dead shardrules dead::rule 2" in done.stdout
-    assert "clean:\nnothing found" in done.stdout
     monkeypatch.setenv("GITHUB_WORKSPACE", str(project.parent))
-    done = invoke("check", "--format", "github")
-    assert "::warning file=project/dead.toml,line=8," in done.stdout
+    assert "::warning file=project/dead.toml,line=8," in invoke("check", "--format", "github").stdout
+    for name in ("::error::x", "##[error]x", "a\nb\x1b[1m"):
+        text = f'model = "model.json"\nmesh = "tp=2"\n[jobs.{json.dumps(name)}]\nrules = "dead.toml"\n'
+        (project / "shardrules.toml").write_text(text)
+        head, annotation = invoke("check", "--format", "github").stdout.splitlines()
+        assert annotation.startswith("::warning file=project/dead.toml,line=8,title=")
+        assert not head.startswith("::")
+        assert ("##[" in head, "\x1b" in head + annotation) == (False, False)
 
 
 @pytest.fixture
@@ -143,7 +148,7 @@ def test_diff_compares_the_lock_of_each_job(project):
         ("function = 'a:b'\ntime = 1", "job a: time is 1 (an int); write true or false"),
         ("model = 'm'\nlevel = {ded = 'off'}", "job a: level: there is no finding 'ded'; near it: dead"),
         ("function = 'a:b'", "no job is for check, which needs model"),
-        ("model = 'm'", "error: a: Missing option '-r' / '--rules'; see --help"),
+        ("model = 'm'", "error: a: Missing option '-r' / '--rules'"),
         ("model = 'm'\nrules = 'r'\nmesh = 'tp=2'\noptimizer = 'adam'", "a: '--optimizer' needs '--hbm' or '--budget'"),
         # What no command of a job reads was ignored, and who wrote it believed that it holds.
         ("model = 'm'\nlock = 'step.lock'", "job a: lock is of prove, which needs function"),
@@ -168,7 +173,7 @@ ONE_JOB = "is of one job, and there are clean, dead: write shardrules check --jo
     [
         ("check -r x", f"'--rules' {ONE_JOB}"),
         ("check --format json", f"'--format' {ONE_JOB}"),
-        ("check --job daed", "--job: there is no job 'daed'; near it: dead"),
+        ("check --job daed", "--job: there is no job 'daed'; there are clean, dead"),
         ("diff --job dead", "job dead is not for diff, which needs before and model"),
         ("check --project none.toml", "none.toml: No such file or directory"),
         ("prove --update-lock --job dead", "job dead is not for prove, which needs function"),
@@ -185,8 +190,7 @@ def test_a_job_is_named_and_takes_all_options(project):
     done = invoke("check", "--job", "dead")
     words = ("model.json", "-r", "dead.toml", "-m", "tp=2", "--fail-on", "warning")
     assert (done.exit_code, done.stdout) == (1, invoke("check", *words).stdout)
-    document = json.loads(invoke("check", "--job", "dead", "--format", "json").stdout)
-    assert [finding["kind"] for finding in document["findings"]] == ["dead"]
+    assert '"kind": "dead"' in invoke("check", "--job", "dead", "--format", "json").stdout
     assert invoke("check", "--job", "dead", "-r", "rules.toml").exit_code == 0
 
 
@@ -219,14 +223,3 @@ def test_each_form_of_a_value_is_an_option(project):
     done = invoke("check")
     told = "a:\nnothing found: 2 leaves, 2 rules, on tp=2,dp=2; not looked for: dead\n"
     assert (done.exit_code, done.stdout) == (0, told)
-
-
-@pytest.mark.parametrize("name", ["::error::x", "##[error]x", "a\nb\x1b[1m"])
-def test_names_of_jobs_are_no_commands_of_a_runner(project, name):
-    text = f'model = "model.json"\nmesh = "tp=2"\n[jobs.{json.dumps(name)}]\nrules = "dead.toml"\n'
-    (project / "shardrules.toml").write_text(text)
-    head, annotation = invoke("check", "--format", "github").stdout.splitlines()
-    assert not head.startswith("::")
-    assert annotation.startswith("::warning file=dead.toml,line=8,title=")
-    assert "##[" not in head
-    assert "\x1b" not in head + annotation

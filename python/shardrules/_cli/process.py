@@ -90,7 +90,9 @@ def _message(error: BaseException, notes: list[str]) -> str:
     if isinstance(error, FileError | re.error):  # printable already, perhaps several lines
         return str(error)
     if isinstance(error, click.UsageError):
-        return f"{printable(error.format_message()).rstrip('.')}; see --help"
+        is_missing = isinstance(error, click.MissingParameter)
+        example = f"\n{error.ctx.command.epilog}" if is_missing and error.ctx else ""
+        return f"{printable(error.format_message()).rstrip('.')}{example}; see --help"
     if any(note.startswith(_OF_STEP) for note in notes):
         return printable_lines(f"the step fails: {type(error).__name__}: {error}".splitlines())
     if isinstance(error, OSError) and error.filename is not None:

@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from shardrules._base.io import FileError, read_bytes
-from shardrules._base.text import near_shown, printable, shown
+from shardrules._base.text import printable, shown
 from shardrules._cli.options import Command, commands
 from shardrules._cli.process import code_of, hint
 from shardrules._cli.types import FILE, KeyValues
@@ -76,7 +76,7 @@ def _jobs_of_command(command: Command, path: Path, jobs: Jobs, name: str | None)
     """Return the jobs that have the arguments of a command; with a name, that one."""
     if name is not None:
         if name not in jobs:
-            raise click.UsageError(f"--job: there is no job {name!r}{near_shown(name, jobs)}")
+            raise click.UsageError(f"--job: there is no job {name!r}; there are {', '.join(jobs)}")
         jobs = {name: jobs[name]}
     if jobs_of_command := {job: jobs[job] for job in jobs if _is_of(command, jobs[job])}:
         return jobs_of_command

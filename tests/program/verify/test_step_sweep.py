@@ -159,7 +159,7 @@ MIXED = {
     "choices of a model": (("model.json", "-m", "tp=2", "-r", "r.toml", "--try", "batch=8"), "'--try' and '-r' / '--rules' exclude each other"),
     "options of a model": ((FUNCTION, "-m", "tp=2", "--optimizer", "adam"), "a step has its own rules, gradients and optimizer"),
     "two meshes": ((FUNCTION, "-m", "tp=2", "-m", "tp=4"), "of a step give one"),
-    "fixed axes": ((FUNCTION, "--devices", "4", "--axes", "fsdp,tp=1"), "'tp=1' has a size"),
+    "fixed axes": ((FUNCTION, "--devices", "4", "--axes", "fsdp,tp=1"), "'fsdp,tp=1' has sizes"),
     "a keyword": ((FUNCTION, "-m", "tp=2", "--try", "bach=8"), "beside the mesh it takes batch, width"),
     "no values": ((FUNCTION, "-m", "tp=2", "--try", "batch"), "'--try': 'batch': write it as keyword=values"),
 }  # fmt: skip

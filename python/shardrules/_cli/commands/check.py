@@ -82,6 +82,7 @@ def _over_budget(
     plan: Plan, memory: options.ToCount, budget: dict[str, int], level: Any
 ) -> Iterator[Finding]:
     """Yield a finding for the memory, and for the budget, that is less than what is planned."""
+    from shardrules._base.text import bytes_shown
     from shardrules._plan.check_leaves import no_room
 
     if memory.hbm is None and not budget:
@@ -90,8 +91,12 @@ def _over_budget(
     largest = sorted(
         plan.folded, key=lambda part: -plan.kinds[part.group].device_bytes * len(part.rows)
     )
-    bounds: Any = ("memory", memory.hbm, level), ("budget", budget.get("device"), "error")
-    for kind, most, level_of in bounds:
+    bounds: Any = (
+        ("memory", memory.hbm, level, "a device has"),
+        ("budget", budget.get("device"), "error", "the budget is"),
+    )
+    for kind, most, level_of, has in bounds:
         if most is not None and needed.max > most and level_of != "off":
+            message = f"{needed}; {has} {bytes_shown(most)}"
             finding = no_room(needed, most, largest)
-            yield finding._replace(kind=kind, level=level_of)
+            yield finding._replace(kind=kind, level=level_of, message=message)

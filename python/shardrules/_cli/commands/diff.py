@@ -51,6 +51,8 @@ def _sides(names: list[str], how: options.HowToPlan, mesh: options.Sizes | None)
     from shardrules._cli.planning import is_lock, plan_model
     from shardrules._plan.plan import Plan
 
+    if names[0].endswith(".lock") and not Path(names[0]).exists():
+        raise FileError(f"{names[0]}: no such file; shardrules plan --lock {names[0]} writes it")
     with memory_within(how.max_memory):
         plans = {name: Plan.from_lock(Path(name)) for name in names if is_lock(name)}
     if plans.keys() >= {*names} and (how.rules or how.dialect or mesh):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._cli import options, types
@@ -76,31 +76,28 @@ def sweep(
             mesh or None, devices=where, axes=axes or None, hbm=memory.hbm,
             **memory.training,
         )  # fmt: skip
-    if format == "json":
-        print(rows.to_json())
-    else:
-        _print_table(sweep_table(rows[:_MOST_ROWS]), len(rows), "mesh", rows.notes)
+    _print_rows(rows, format, sweep_table, "mesh")
     return 0
 
 
 def _print_programs(rows: StepSweep, format: str) -> int:
     """Print what the compiler makes of each program, and return the exit code."""
-    from shardrules._base.text import printable
     from shardrules._program.verify.sweep import step_sweep_table
 
-    if format == "json":
-        print(rows.to_json())
-    else:
-        print(printable(rows.heading))
-        _print_table(step_sweep_table(rows[:_MOST_ROWS]), len(rows), "program")
+    _print_rows(rows, format, step_sweep_table, "program")
     if not rows.is_whole:
         raise KeyboardInterrupt
     return 1 if not any(row.fits or (row.fits is None and row.peak) for row in rows) else 0
 
 
-def _print_table(table: Table, count: int, what: str, notes: Sequence[str] = ()) -> None:
-    """Print the first rows, and how many more there are."""
+def _print_rows(rows: Any, format: str, table_of: Callable[[Any], Table], what: str) -> None:
+    """Print the rows; as text the first, and how many more there are."""
     from shardrules._base.text import and_more, printable
 
-    below = map(printable, (*and_more(count, _MOST_ROWS, what), *notes))
-    print(*table.lines(), *below, sep="\n")
+    if format == "json":
+        print(rows.to_json())
+        return
+    if rows.heading:
+        print(printable(rows.heading))
+    below = (*and_more(len(rows), _MOST_ROWS, what), *rows.notes)
+    print(*table_of(rows[:_MOST_ROWS]).lines(), *map(printable, below), sep="\n")
