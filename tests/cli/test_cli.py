@@ -98,6 +98,8 @@ def test_check_for_programs_and_for_the_root_of_the_checkout(small, monkeypatch)
     args = ("check", model, "-r", rules, "-m", "fsdp=2,tp=4", "--format")
     finding = json.loads(run(*args, "json").stdout)["findings"][0]
     assert (finding["kind"], finding["paths"], finding["rule"]) == ("catch-all", ["embed"], 1)
+    findings = json.loads(run(*args, "json", "--hbm", "1MB").stdout)["findings"]
+    assert {row["kind"]: row["paths"][0] for row in findings}["memory"] == "embed"  # the largest first
     place = ",line=5,title=shardrules catch-all::1 leaf of 4"
     assert run(*args, "github").stdout.startswith(f"::error file={rules}{place}")
     elsewhere = rules.parent / "elsewhere"
