@@ -99,6 +99,15 @@ class TestMemory:
         kept = sr.inspect(jitted.lower(*args).compile(), (PLAN, ROWS), PLAN).memory.saved
         assert kept == pytest.approx(sr.prove(jitted, *args, on=MESH).memory.saved, rel=0.1)
 
+    def test_a_result_is_not_kept_for_the_backward_pass_alone(self):
+        def loss(w, x):
+            hidden = jnp.tanh(x @ w)
+            return (hidden**2).sum(), hidden
+
+        rows = jax.ShapeDtypeStruct((256, 256), "float32")
+        memory = sr.inspect(jax.jit(jax.grad(loss, has_aux=True)).lower(rows, rows).compile(), (None, None)).memory
+        assert memory.saved == sum(row.bytes for row in memory.buffers if row.is_saved) < rows.size * 4
+
     def test_it_is_shown_and_written_as_json(self):
         program = sr.inspect(compile_layers(), (PLAN, ROWS), PLAN)
         assert "kept for the backward pass" in str(program)

@@ -130,6 +130,8 @@ def test_what_is_not_kept(folder, is_kept, monkeypatch, tmp_path):
     folder.write_text("a file is in its place")
     assert not is_kept(double)
     monkeypatch.delenv("SHARDRULES_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert [is_kept(double), is_kept(double)] == [False, False]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert not is_kept(double)
     assert len([*(tmp_path / "xdg" / "shardrules").iterdir()]) == 1

@@ -275,7 +275,9 @@ def finished(lowered: Any, mesh: Any) -> tuple[str, Compiled | None] | Refusal:
 def _kept_file(lowered: Any, mesh: Any) -> Path | None:
     """Return the file for a lowered step, JAX's version and the flags; None for none."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = os.environ.get("SHARDRULES_CACHE", f"{base}/shardrules")
+    # Of nobody's home, and by the standard of a relative folder, there is none.
+    usual = f"{base}/shardrules" if os.path.isabs(base) else ""
+    folder = os.environ.get("SHARDRULES_CACHE", usual)
     topology = topology_of(mesh)
     if folder in ("", "off") or topology is None or not isinstance(topology._layout, Slices):
         return None

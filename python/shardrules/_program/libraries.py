@@ -176,17 +176,24 @@ def _equinox_call(compiled: Any, inner: Any, inputs: Any) -> _Trees:
 
 
 def _split_keywords(inputs: Any, signature: Signature) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Split plans into those of positional arguments and a dict of keyword-only ones."""
-    check_entries(inputs, len(signature.parameters))
+    """Split plans into those of positional arguments and a dict of keyword-only ones.
+
+    Those without default need no entry: they are there, and nobody looks at them.
+    """
+    parameters = signature.parameters.values()
+    check_entries(inputs, sum(one.kind <= one.VAR_POSITIONAL for one in parameters))
+    needed = (one for one in parameters if one.kind is one.KEYWORD_ONLY)
+    keywords: dict[str, Any] = {one.name: None for one in needed if one.default is one.empty}
     try:
-        signature.bind(*inputs)
+        signature.bind(*inputs, **keywords)
     except TypeError as error:
         with suppress(TypeError, IndexError):
-            signature.bind(*inputs[:-1], **inputs[-1])
-            return inputs[:-1], inputs[-1]
+            keywords |= {**inputs[-1]}
+            signature.bind(*inputs[:-1], **keywords)
+            return inputs[:-1], keywords
         entries = counted(len(inputs), "entry")
         raise ValueError(f"inputs has {entries}, and the function takes others: {error}") from None
-    return inputs, {}
+    return inputs, keywords
 
 
 def _trees(

@@ -162,7 +162,8 @@ def memory_of(executable: Executable, totals: Totals) -> Memory:
         live = getattr(executable.call.compiled, "live", None)
         arrays = DeviceArrays(executable.values)
         rows = arrays.at_peak(live) if live and live.ranges else arrays.lasting()
-        saved = [row for row in rows if arrays.is_saved(row.node)]
+        # The memory of a result is needed, whatever is in it before.
+        saved = [row for row in rows if not row.is_output and arrays.is_saved(row.node)]
         alive, kept = (sum(row.bytes for row in some) for some in (rows, saved))
         is_again = executable.hlo.has("/rematted_computation")
         stacks = sum(arrays.written(row.node) is not None for row in saved)

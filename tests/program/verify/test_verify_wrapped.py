@@ -291,6 +291,18 @@ def test_what_does_not_fit_is_an_error(eqx, placed, train, batch, chosen, messag
         sr.verify(compiled, chosen(*planned))
 
 
+def test_a_key_that_is_keyword_only_needs_no_entry(eqx, placed, batch, mesh):
+    model, _, plan, _ = placed
+    key = jax.device_put(jax.random.key(0), NamedSharding(mesh, P()))
+    step = eqx.filter_jit(lambda model, x, *, key: jax.vmap(model)(x) + jax.random.normal(key, x.shape))
+    compiled = step.lower(model, batch, key=key).compile()
+    scopes = [sr.verify(compiled, inputs).scope for inputs in ((plan, None), (plan, None, {"key": None}))]
+    assert scopes[0] == scopes[1]
+    assert "2 of 6 inputs planned" in sr.verify(compiled, (None, P("fsdp"), {"key": P()})).scope
+    with pytest.raises(TypeError, match=r"such as \(plan, None\): "):
+        sr.verify(compiled, plan)
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_one_argument_may_have_a_pair_of_plans(eqx, placed, train, batch, order):
     """step((model, opt_state), (x, y)), or the other way round."""
