@@ -72,7 +72,7 @@ def test_what_is_nowhere_is_an_error_with_near_paths(plan, asked):
 
 @pytest.mark.parametrize("asked", ["", ".", "{,}", "\0"])
 def test_what_means_nothing(plan, asked):
-    with pytest.raises(KeyError, match="no leaf has the path"):
+    with pytest.raises(KeyError, match="no leaf has the path .*; a glob such as"):
         plan.explain(asked)
 
 

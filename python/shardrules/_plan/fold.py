@@ -295,7 +295,8 @@ def find(plan: Plan, path: str, *, exactly: bool = False) -> PathMatch:
         return PathMatch(int(rows[0]), len(rows))
     rows_like = _rows_like(path, plan) if path and not exactly else []
     if not rows_like:
-        near = near_shown(path, patterns) or "; plan.paths lists them"
+        hint = "plan.paths lists them" if exactly else "a glob such as '*mlp*' finds what is inside"
+        near = near_shown(path, patterns) or f"; {hint}"
         raise _PathError(f"no leaf has the path {brief(path)}{near}")
     distinct = set(rows_like)
     candidates = [
