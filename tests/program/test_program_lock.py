@@ -58,7 +58,7 @@ WRONG = {
     "no mesh": (lambda c: c.pop("mesh"), "mesh is missing; write"),
     "more": (lambda c: c.update(more=1), "key 'more' is unknown"),
     "peak": (lambda c: c.update(peak="3 GB"), "'3 GB'.*; write a number of bytes"),
-    "peak by": (lambda c: c.update(peak_by="me"), "peak_by is 'me'"),
+    "peak by": (lambda c: c.update(peak_by="me"), "peak_by is 'me'.*; write assigned or memory_analysis"),
     "a version": (lambda c: c["versions"].update(jax=12), "write a table of texts"),
     "mesh": (lambda c: c.update(mesh={"fsdp": 0, "tp": 2}), "fsdp.*write a table of axes and their sizes"),
     "no table": (lambda c: c.update(sent=[3]), r"sent is \[3\].*; write a table of numbers of bytes"),

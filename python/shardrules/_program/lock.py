@@ -38,7 +38,9 @@ class Costs(FileTable, kw_only=True):
         dict[str, Annotated[int, Meta(ge=1)]], Meta(description="a table of axes and their sizes")
     ]
     peak: Annotated[int, Meta(ge=0, description="a number of bytes")] | None
-    peak_by: Literal["assigned", "memory_analysis"]
+    peak_by: Annotated[
+        Literal["assigned", "memory_analysis"], Meta(description="assigned or memory_analysis")
+    ]
     """Whether the peak is the compiler's own, of `prove`; or that of `Compiled.memory_analysis`,
     which adds a TPU's on-chip memory."""
     sent: Annotated[
