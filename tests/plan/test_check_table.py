@@ -245,6 +245,7 @@ HALF_HEAD = [
         "fix": "cut by fewer devices, or keep heads whole with RuleSpec(..., units=...), and put kv=2, rep=2 in the mesh in place "
         "of tp=4: rules.with_axes({'tp': ('kv', 'rep')}) and Correction(indivisible='prefix')"}, options=HEADS),
     Row("whole heads", attention(kv=8), PROJ, None, options=HEADS),
+    Row("a projection of one dimension", attention(o_proj=array(4096)), PROJ, {"paths": ("attn/k_proj/kernel",)}, options=HEADS),
     Row("by a norm beside it", attention(k_norm=array(128)), NORMED, {"paths": ("attn/k_proj/kernel",)}),
     Row("a norm of all heads together", attention(k_norm=array(768), q_norm=array(4096)), NORMED, None),
     Row("units keep heads whole", attention(), [("proj", sr.RuleSpec(("fsdp", "tp"), units=(None, 128)))], None, options=HEADS),

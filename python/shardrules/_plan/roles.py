@@ -391,7 +391,7 @@ def _dims(array: _Array, widths: set[int]) -> Dims:
     if "head" in dims.sides:
         return dims._replace(head=dims.sides.index("head"))
     is_from = path_words.FROM_HEADS.is_name(array.bare[-1])
-    return dims._replace(head=max(array.contracted if is_from else columns))
+    return dims._replace(head=max(array.contracted if is_from else columns, default=None))
 
 
 def _sides_of_kernel(array: _Array, widths: set[int]) -> tuple[dict[int, Side], bool]:
