@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.hlo import Hlo
-from shardrules._program.memory import Alive, DeviceArrays, memory_of, totals_from
+from shardrules._program.memory import Alive, DeviceArrays, LiveRanges, memory_of, totals_from
 from shardrules._program.values import Values
 
 MESH = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
@@ -208,3 +208,33 @@ def test_arrays_that_last():
     update = (64, False, "jit(f)/jvp()/part")  # by what is written
     assert rows == {"a": (64, False, "a"), "kept": update, "out": (8, True, "output")}
     assert [arrays.is_saved(*values.of("main", name)) for name in ("zeros", "part", "kept")] == [True, False, True]
+
+
+STARTED = """\
+HloModule m, entry_computation_layout={(f32[64]{0})->f32[64]{0}}, num_partitions=2
+
+ENTRY %main (x: f32[64]) -> f32[64] {
+  %x = f32[64]{0} parameter(0)
+  %s = (f32[64]{0}, f32[64]{0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}
+  ROOT %d = f32[64]{0} collective-permute-done(%s)
+}
+"""
+RANGES = """\
+    x{}: 256 bytes (cumulative: 256 bytes)
+    s{1}: 256 bytes (cumulative: 512 bytes)
+    s{2}: 4 bytes (cumulative: 516 bytes)
+"""
+ASSIGNED = """\
+allocation 0: size 256, parameter 0, shape |f32[64]| at ShapeIndex {}:
+ value: <1 x @0> (size=256,offset=0): f32[64]{0}
+allocation 1: size 256, maybe-live-out:
+ value: <2 s{1} @0> (size=256,offset=0): f32[64]{0}
+allocation 2: size 4, preallocated-temp:
+ value: <3 s{2} @0> (size=4,offset=0): u32[]
+"""
+
+
+def test_what_a_start_has_beside_its_array_is_no_array():
+    arrays = DeviceArrays(Values(Hlo(STARTED)))
+    rows = arrays.at_peak(LiveRanges(RANGES, ASSIGNED))
+    assert [(row.bytes, row.is_output) for row in rows] == [(256, False), (256, True)]

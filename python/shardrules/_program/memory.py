@@ -193,11 +193,15 @@ class DeviceArrays:
         self._number_of = {node: number for number, node in enumerate(values.parameters)}
 
     def at_peak(self, live: LiveRanges) -> list[Alive]:
-        """List the arrays that XLA has in memory at the peak, the largest first."""
+        """List the arrays that XLA has in memory at the peak, the largest first.
+
+        What a start has beside its array, as a semaphore, is none: it is smaller.
+        """
         slots, at_peak = dict(live.slots()), dict[_Slot, int]()
         for name, path in _AT_PEAK.findall(live.ranges):
             node = self._values.at(name, [int(place) for place in path.split(",") if place])
-            if node is not None and (slot := slots.get((name, path))):
+            slot = slots.get((name, path))
+            if node is not None and slot and slot.bytes >= self._values.shapes[node].bytes:
                 at_peak.setdefault(slot, node)
         rows = [Alive(node, slot.bytes, slot.is_output) for slot, node in at_peak.items()]
         return sorted(rows, key=lambda row: -row.bytes)
