@@ -474,7 +474,9 @@ def _moved(opcode: str, labels: _Labels, groups: Sequence[Sequence[int]]) -> _La
         return moved  # those that get nothing have zeros
     number_of: dict[tuple[int, ...], int] = {}
     for group in groups:
-        members = tuple(labels[list(group)].tolist())
-        moved[list(group)] = number_of.setdefault(members, len(number_of))
+        members = labels[list(group)].tolist()
+        if opcode == "all-reduce":  # a sum is the same in any order
+            members.sort()
+        moved[list(group)] = number_of.setdefault(tuple(members), len(number_of))
         places[list(group)] = range(len(group))
     return _numbered(np.stack([moved, places], 1)) if opcode in _PARTS else moved

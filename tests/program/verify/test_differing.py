@@ -78,6 +78,12 @@ def sent_on(w: Any, x: Any) -> Any:
     return lax.ppermute(loss(w, x), "data", [(i, (i + 1) % 4) for i in range(4)])
 
 
+def crossed(w: Any, x: Any) -> Any:
+    """Parts change places in every other row of devices before they are summed."""
+    pairs = [(i, i ^ (i // 2 % 2)) for i in range(8)]
+    return lax.psum(lax.ppermute(w.sum(), ("data", "tp"), pairs), "tp")
+
+
 DIFFER = {
     # name: (what each device computes, spec of the result, axes that are told)
     "gradient": (jax.grad(loss), KERNEL, "data"),
@@ -104,6 +110,7 @@ ALIKE = {
     "in a loop": (partial(looped, is_summed=True), P("tp")),
     "a branch": (chosen, KERNEL),
     "the largest over all": (lambda w, x: lax.pmax((x @ w).max(0), "data"), P("tp")),
+    "a sum in another order": (crossed, WHOLE),
 }  # fmt: skip
 
 
