@@ -238,3 +238,9 @@ def test_what_a_start_has_beside_its_array_is_no_array():
     arrays = DeviceArrays(Values(Hlo(STARTED)))
     rows = arrays.at_peak(LiveRanges(RANGES, ASSIGNED))
     assert [(row.bytes, row.is_output) for row in rows] == [(256, False), (256, True)]
+
+
+def test_what_is_read_in_another_shape_is_kept():
+    casts = "  %flat = f32[16,1]{1,0} bitcast(%kept)\n  %again = f32[16]{0} bitcast(%flat)\n  %next"
+    values = Values(Hlo(LASTING.replace("  %next", casts, 1).replace("multiply(%kept", "multiply(%again")))
+    assert DeviceArrays(values).is_saved(*values.of("main", "kept"))

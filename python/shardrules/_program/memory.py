@@ -268,8 +268,16 @@ class DeviceArrays:
         return (
             self._phases[node] == "forward"
             and values.opcodes[node] not in _FREE
-            and any(self._phases[user] == "backward" for user in values.used_by[node])
+            and any(self._phases[user] == "backward" for user in self._readers(node))
         )
+
+    def _readers(self, node: int) -> Iterator[int]:
+        """Yield what reads an array, also by another shape of the same memory."""
+        for user in self._values.used_by[node]:
+            if self._values.opcodes[user] == "bitcast":
+                yield from self._readers(user)
+            else:
+                yield user
 
     def _named(self, node: int) -> Instruction:
         """Return the instruction that makes an array, or the next before it that JAX has named.
