@@ -95,6 +95,7 @@ WRONG = {
     "an empty word": (lambda: sr.Rename("{a:x|}", "{a}"), "has a word twice, an empty one"),
     "words that are not as many": (lambda: sr.Rename("{a:x|y}", "{a:x|y|z}"), "{a} is not alike in name and path: give as many words"),
     "many on one side": (lambda: sr.Rename("{a*}.w", "{a}/w"), "{a} is not alike in name and path: give as many words, or a *"),
+    "three in a part": (lambda: sr.Rename("{a}_{b}_{c}.w", "{a}/{b}/{c}"), "three fields of any text"),
     "many and many": (lambda: sr.Rename("{a*}.{b*}", "{a*}/{b*}"), "has two fields with a *"),
     "a field that stacks, in the path": (lambda: sr.Rename("{i}.w", "{i}/w", "a -> i a"), "and dims cannot stack or take apart along it"),
     "no field to stack by": (lambda: sr.Rename("w", "w", "a -> layer a"), "the name needs a field {layer}"),

@@ -20,6 +20,8 @@ _FIELD: Final = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:(?P<many>\*)|:(?P<words>.*
 _MOST_DIGITS: Final = 9
 # Of texts of any length, those of several fields could take hours to be told apart.
 _MOST_TEXT: Final = 255
+_MOST_FREE: Final = 2
+"""In one part of a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,14 @@ class Template:
         if sum(each.is_many for each in self.fields.values()) > 1:
             raise ValueError(f"{keyword} {text!r} has two fields with a *; one may have it")
         texts = "".join(piece for piece in self._pieces if isinstance(piece, str))
+        free = "".join(
+            piece if isinstance(piece, str) else "{" * (not piece.words) for piece in self._pieces
+        )
+        if any(part.count("{") > _MOST_FREE for part in re.split("[./]", free)):
+            raise ValueError(
+                f"{keyword} {text!r} has three fields of any text in a part; give words of one, as "
+                "in {part:gate|up}"
+            )
         self.separator = next((each for each in "/." if each in texts), "")
         self.start = self._pieces[0] if self._pieces and isinstance(self._pieces[0], str) else ""
 
