@@ -232,6 +232,7 @@ SLOW = partial(scaled, call=lambda x: x - 1e-3 * x.astype("bfloat16").sum(0).ast
 ROWS = np.full((8, 8), 11, "float32")
 REPORTED = {
     "sums behind what is not linear": (summed_late, {}, "error[unequal]"),
+    "sums of positive values": (partial(scaled, call=lambda x: x * jnp.where(x.min() > 0, x.sum(), 1)), {}, "error[unequal]"),
     "roots of variances": (lambda mesh: of_arrays(mesh, lambda a, b: (a + 0, jnp.sqrt(b)), FLOATS, FLOATS), {}, ""),
     "complex": (lambda mesh: of_arrays(mesh, lambda x: (x @ x, x.real), ((8, 8), "complex64", "fsdp", "tp")), {}, ""),
     "complex, other": (partial(scaled, call=numbered, dtype="complex64"), {}, "error[unequal]"),

@@ -74,8 +74,8 @@ def rehearse(
         rtol: The largest difference of a result that is accepted, by its largest value. Default:
             eight times what one rounding of the arguments does to it.
         args: The step's arguments with their values. Default: those that `step_on` gives as
-            arrays, and else random ones: small floats of both signs, or positive ones if those give
-            NaNs, and integers that are rows of every table.
+            arrays, and else random ones: small floats of both signs, and then positive ones, unless
+            those give NaNs, and integers that are rows of every table.
 
     Returns:
         What rounding does not explain.

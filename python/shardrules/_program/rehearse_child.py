@@ -36,19 +36,27 @@ def main(folder: Path, request: dict[str, Any]) -> None:
         values.append(np.frombuffer(data, dtype, prod(shape), begin).reshape(shape))
         begin += values[-1].nbytes
     # Sums of positive values hide what is not linear, and roots of others are no numbers.
-    pairs = zip(values, request["is_random"], strict=True)
-    positive = [abs(x).astype(x.dtype) if flag and _is_inexact(x) else x for x, flag in pairs]
-    for drawn in (values, positive):
+    is_signed = [
+        flag and _is_inexact(x) for x, flag in zip(values, request["is_random"], strict=True)
+    ]
+    pairs = zip(values, is_signed, strict=True)
+    positive = [abs(x).astype(x.dtype) if flag else x for x, flag in pairs]
+    draws = [values, positive] if any(is_signed) else [values]
+    findings: list[list[Finding]] = [[] for _ in request["results"]]
+    is_compared = False
+    for drawn in draws:
         arguments = [drawn, *(_moved_by_rounding(drawn, request["rounding"], i) for i in (1, 2))]
         whole = [run_whole(each) for each in arguments]
-        if all(jnp.isfinite(array).all() for array in whole[0] if _is_inexact(array)):
-            break
-    sharded = run_sharded(drawn)
-    arguments.append(drawn)
-    findings = [
-        [*_unlike([*map(np.asarray, row)], arguments, request["rtol"]), *_unlike_copies(row[-1])]
-        for row in zip(*whole, sharded, strict=True)
-    ]
+        is_finite = all(jnp.isfinite(array).all() for array in whole[0] if _is_inexact(array))
+        if not is_finite and (is_compared or drawn is not draws[-1]):
+            continue  # the other values are what the step is made for
+        is_compared = True
+        rows = zip(*whole, run_sharded(drawn), strict=True)
+        arguments.append(drawn)
+        for found, row in zip(findings, rows, strict=True):
+            if not found:
+                arrays = [*map(np.asarray, row)]
+                found.extend(_unlike(arrays, arguments, request["rtol"]) + _unlike_copies(row[-1]))
     (folder / "findings.json").write_text(json.dumps(findings), "utf-8")
 
 
