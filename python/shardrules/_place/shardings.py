@@ -115,7 +115,9 @@ def decided_by_rules(tree: Any, matcher: Matcher, mesh: AnyMesh) -> Decided:
 
     def leaves() -> list[tuple[Any, bool]]:
         with_memory = on_mesh.with_memory
-        return [(one, id(one) in with_memory) for one in tree_util.tree_leaves(decided)]
+        return [
+            (sharding, id(sharding) in with_memory) for sharding in tree_util.tree_leaves(decided)
+        ]
 
     return Decided(lambda: decided, leaves)
 

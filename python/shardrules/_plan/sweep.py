@@ -156,8 +156,8 @@ def sweep_meshes(
     may_lack |= plan.axis_sizes.keys()
     on_meshes = (sized_mesh(mesh)._replace(may_lack=may_lack) for mesh in tried)
     plans = [(plan._on(mesh), training.on(mesh)) for mesh in on_meshes]
-    rows = [_sweep_row(*one, hbm) for one in plans]
-    heads = few_heads_notes(one for one, _ in plans)
+    rows = [_sweep_row(*pair, hbm) for pair in plans]
+    heads = few_heads_notes(on_mesh for on_mesh, _ in plans)
     best = _best_first(rows, _TIE * (hbm or 0))
     return Sweep(best, _guessed=plan._leaves.guessed, _heads=heads)
 
@@ -191,8 +191,8 @@ def _best_first(rows: list[SweepRow], margin: float) -> Iterator[SweepRow]:
     Bytes that differ by less than `_TIE`, or than the margin among those that fit, are a tie.
     """
     best = sorted(rows, key=lambda row: (*_usable(row), _held_bytes(row), row.devices))
-    for _, alike in itertools.groupby(best, key=_usable):
-        remaining = [*alike]
+    for _, group in itertools.groupby(best, key=_usable):
+        remaining = [*group]
         while remaining:
             least = _held_bytes(remaining[0])
             most = least + max(_TIE * least, margin if remaining[0].fits else 0)

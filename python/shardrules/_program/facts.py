@@ -420,7 +420,11 @@ class Variation:
         if opcode == "constant":
             digits = _NUMBER.findall(line.literal.replace("true", "1").replace("false", "0"))
             return np.array(digits, np.int64) if len(digits) == 1 else None
-        numbers = [np.frombuffer(one.number, np.int64) for one in sources if one.number is not None]
+        numbers = [
+            np.frombuffer(source.number, np.int64)
+            for source in sources
+            if source.number is not None
+        ]
         if opcode == "dynamic-slice" and len(numbers) == 1 and sources[0].table is not None:
             places = np.clip(numbers[0], 0, self._count - 1)
             return np.frombuffer(sources[0].table, np.int64)[places]

@@ -295,10 +295,10 @@ def compile_input(asked: CompilerInput, devices: list[Any], **dumps: Any) -> Any
     options = xla_client.CompileOptions.ParseFromString(asked.options)
     # Nothing else is dumped: what the user's process dumps, this one has no flags for.
     others = xla_client.CompileOptions()  # which is kept, as its parts do not keep it
-    flags, own = (each.executable_build_options.debug_options for each in (options, others))
-    for name in dir(own):
+    flags, defaults = (each.executable_build_options.debug_options for each in (options, others))
+    for name in dir(defaults):
         if name.startswith("xla_dump"):
-            setattr(flags, name, getattr(own, name))
+            setattr(flags, name, getattr(defaults, name))
     options.env_option_overrides = [*asked.overrides, *dumps.items()]
     device_of = {device.id: device for device in devices}
     targets = xla_client.DeviceList(tuple(device_of[number] for number in asked.device_ids))

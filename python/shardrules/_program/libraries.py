@@ -181,9 +181,13 @@ def _split_keywords(inputs: Any, signature: Signature) -> tuple[Sequence[Any], M
     Those without default need no entry: they are there, and nobody looks at them.
     """
     parameters = signature.parameters.values()
-    check_entries(inputs, sum(one.kind <= one.VAR_POSITIONAL for one in parameters))
-    needed = (one for one in parameters if one.kind is one.KEYWORD_ONLY)
-    keywords: dict[str, Any] = {one.name: None for one in needed if one.default is one.empty}
+    check_entries(
+        inputs, sum(parameter.kind <= parameter.VAR_POSITIONAL for parameter in parameters)
+    )
+    needed = (parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+    keywords: dict[str, Any] = {
+        parameter.name: None for parameter in needed if parameter.default is parameter.empty
+    }
     try:
         signature.bind(*inputs, **keywords)
     except TypeError as error:

@@ -46,17 +46,19 @@ def main(folder: Path, request: dict[str, Any]) -> None:
     is_compared = False
     for drawn in draws:
         arguments = [drawn, *(_moved_by_rounding(drawn, request["rounding"], i) for i in (1, 2))]
-        whole = [run_whole(each) for each in arguments]
-        is_finite = all(jnp.isfinite(array).all() for array in whole[0] if _is_inexact(array))
+        expected = [run_whole(each) for each in arguments]
+        is_finite = all(jnp.isfinite(array).all() for array in expected[0] if _is_inexact(array))
         if not is_finite and (is_compared or drawn is not draws[-1]):
             continue  # the other values are what the step is made for
         is_compared = True
-        rows = zip(*whole, run_sharded(drawn), strict=True)
+        rows = zip(*expected, run_sharded(drawn), strict=True)
         arguments.append(drawn)
-        for found, row in zip(findings, rows, strict=True):
-            if not found:
+        for of_result, row in zip(findings, rows, strict=True):
+            if not of_result:
                 arrays = [*map(np.asarray, row)]
-                found.extend(_unlike(arrays, arguments, request["rtol"]) + _unlike_copies(row[-1]))
+                of_result.extend(
+                    _unlike(arrays, arguments, request["rtol"]) + _unlike_copies(row[-1])
+                )
     (folder / "findings.json").write_text(json.dumps(findings), "utf-8")
 
 

@@ -97,8 +97,8 @@ def unpatch() -> None:
 def _replacements_in(name: str) -> _Functions:
     """Return {function: its replacement} for the functions of a library that are not replaced."""
     if name not in _LIBRARIES:
-        known = ", ".join(map(repr, _LIBRARIES))
-        raise ValueError(f"patch does not know the library {name!r}; it knows {known}")
+        libraries = ", ".join(map(repr, _LIBRARIES))
+        raise ValueError(f"patch does not know the library {name!r}; it knows {libraries}")
     module, ours, first, end = _LIBRARIES[name]
     try:
         version = importlib.metadata.version(name)

@@ -80,12 +80,12 @@ def logical_to_mesh_sharding(tree: Any, mesh: Mesh, rules: LogicalRulesLike | No
     Semantics of flax.linen.logical_to_mesh_sharding, 0.12.
     """
     resolver = resolver_in_force(rules)
-    known: dict[PartitionSpec, NamedSharding] = {}
+    of_spec: dict[PartitionSpec, NamedSharding] = {}
 
     def sharding(names: Any, _: None) -> NamedSharding:
         spec = resolver.spec(names)
         try:
-            return known.setdefault(spec, NamedSharding(mesh, spec))
+            return of_spec.setdefault(spec, NamedSharding(mesh, spec))
         except ValueError:
             check_mesh_axes(resolver.resolve(names), mesh)
             raise

@@ -77,10 +77,10 @@ class LayoutMap(MutableMapping[str, Any]):
                 f"TensorLayout, not {shown(layout)}"
             )
         axes = {axis for entry in entries_of(spec) for axis in entry_axes(entry)}
-        known = getattr(self._device_mesh, "axis_names", axes)
-        if not axes <= set(known):
-            absent = sorted(axes - set(known))
-            raise ValueError(f"{key!r}: the mesh has no axes {absent}; it has {known}")
+        axis_names = getattr(self._device_mesh, "axis_names", axes)
+        if not axes <= set(axis_names):
+            absent = sorted(axes - set(axis_names))
+            raise ValueError(f"{key!r}: the mesh has no axes {absent}; it has {axis_names}")
         self._layouts[key] = layout
         self._rules = None
 

@@ -179,9 +179,9 @@ def with_followers(
     cuts_with_followers = list(cuts)
     for number, unit in enumerate(units):
         *module, name = unit.names
-        beside = kernels[*module] if unit.dims.is_vector else ()
-        for kernel in beside:
-            if _belongs(name, units[kernel].names[-1], len(beside)):
+        siblings = kernels[*module] if unit.dims.is_vector else ()
+        for kernel in siblings:
+            if _belongs(name, units[kernel].names[-1], len(siblings)):
                 followed = _followed_kernel(unit, units[kernel], cuts[kernel], axis_sizes)
                 if part_count(followed) >= part_count(cuts[number]):
                     cuts_with_followers[number] = followed

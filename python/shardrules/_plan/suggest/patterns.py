@@ -268,20 +268,20 @@ def _shortest_ends(leaves: list[_Leaf]) -> Iterator[Phrase]:
     while pending:
         length += 1
         longer: dict[Any, list[_Leaf]] = defaultdict(list)
-        for number, alike in enumerate(pending):
-            for leaf in alike:
+        for number, group in enumerate(pending):
+            for leaf in group:
                 longer[number, _word(leaf.opened, length)].append(leaf)
         pending = []
-        for alike in longer.values():
+        for group in longer.values():
             of_end: dict[Path, list[_Leaf]] = defaultdict(list)
-            for leaf in alike:
+            for leaf in group:
                 words = leaf.unit.words
                 of_end[words[-length:] if length <= len(words) else (_START, *words)].append(leaf)
-            if _is_ready(of_end, alike):
+            if _is_ready(of_end, group):
                 for end, of_this in of_end.items():
                     yield _phrase(end, of_this)
             else:
-                pending.append(alike)
+                pending.append(group)
 
 
 def _is_ready(of_end: dict[Path, list[_Leaf]], leaves: list[_Leaf]) -> bool:

@@ -145,9 +145,9 @@ class Solution:
         if self.compiled is not None:
             parts.append(table_of_candidates(self.candidates))
         if self.left_out:
-            shown = [mesh_shown(mesh) for mesh in self.left_out[:_MESHES_SHOWN]]
-            shown += and_more(len(self.left_out), _MESHES_SHOWN, "mesh")
-            parts.append(f"not tried, as they split a dimension of the slice: {'; '.join(shown)}")
+            meshes = [mesh_shown(mesh) for mesh in self.left_out[:_MESHES_SHOWN]]
+            meshes += and_more(len(self.left_out), _MESHES_SHOWN, "mesh")
+            parts.append(f"not tried, as they split a dimension of the slice: {'; '.join(meshes)}")
         return [*parts, printable_lines(["constraints, by line", *map(str, self.activations)])]
 
     @property
@@ -381,9 +381,9 @@ def ruled(step: Step, specs: Mapping[str, PartitionSpec], mesh: Any) -> Suggesti
     spec_of = {bare.paths[leaf]: _entries(specs[step._paths[row]]) for leaf, row in rows}
     result, draft = with_specs(bare, spec_of)
     used = frozenset().union(*(axes_named(kind.spec) for kind in result.kinds))
-    whole = [str(pattern) for pattern, value in result.rules if plain_spec(value) == Entries()]
+    replicated = [str(pattern) for pattern, value in result.rules if plain_spec(value) == Entries()]
     unused = tuple(axis for axis in result.axis_sizes if axis not in used)
-    declared = Declared(replicated=tuple(whole), data_axes=unused)
+    declared = Declared(replicated=tuple(replicated), data_axes=unused)
     reasons = (row._replace(is_understood=True, assumed_head=None) for row in rule_reasons(draft))
     return Suggestion(result._declaring(declared), tuple(reasons), declared)
 

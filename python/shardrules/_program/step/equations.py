@@ -270,24 +270,24 @@ class Equations:
         params = eqn.params
         inside = list(map(self._new, open_jaxpr(params["jaxpr"]).invars))
         self.manual |= zip(inside, cuts_of_specs(params, "in"), strict=True)
-        for whole, local in zip(numbers, inside, strict=True):
-            self._relate(whole, local, self.manual[local])
+        for outer, local in zip(numbers, inside, strict=True):
+            self._relate(outer, local, self.manual[local])
         body = self._body(params["jaxpr"], inside, (*site, 0))
         outputs = list(map(self._new, eqn.outvars))
         self.manual |= zip(outputs, cuts_of_specs(params, "out"), strict=True)
-        for whole, result in zip(outputs, body.outputs, strict=True):
+        for outer, result in zip(outputs, body.outputs, strict=True):
             if result is not None:
-                self._relate(whole, result, self.manual[whole])
+                self._relate(outer, result, self.manual[outer])
         return TracedOperation(eqn, None, [*numbers], outputs, bodies=[body])
 
     def _relate(self, outside: int, inside: int, cuts: Cuts) -> None:
         pairs = zip(self.values[outside].dims, self.values[inside].dims, strict=True)
-        for place, (whole, local) in enumerate(pairs):
+        for place, (outer, local) in enumerate(pairs):
             if any(cuts[place : place + 1]):
-                self.dims.parts.append((whole, local))
-                self.local.append((whole, local))
+                self.dims.parts.append((outer, local))
+                self.local.append((outer, local))
             else:
-                self.dims.unite(whole, local)
+                self.dims.unite(outer, local)
 
     @cached_property
     def looped(self) -> set[int]:

@@ -268,8 +268,8 @@ class Step:
 
 def _class_cells(row: DimensionClass) -> tuple[str, ...]:
     shown_arrays = [f"{path}[{dim}]" for path, dim in row.arrays[:_ARRAYS_SHOWN]]
-    more = len(row.arrays) - _ARRAYS_SHOWN
-    text = ", ".join(shown_arrays) + (f" and {more} more" if more > 0 else "")
+    rest = len(row.arrays) - _ARRAYS_SHOWN
+    text = ", ".join(shown_arrays) + (f" and {rest} more" if rest > 0 else "")
     return row.role, f"{row.size:,}", text
 
 

@@ -297,15 +297,15 @@ class Topology:
     ) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
         """List the sizes of these axes that have all devices: `meshes`, and all others."""
         axes = strings("axes", axes)
-        whole, split = [], []
+        unsplit, split = [], []
         for shape in mesh_shapes(self.device_count, len(axes)):
             sizes = dict(zip(axes, shape, strict=True))
             try:
                 self._arranged(sizes, is_split=False)
-                whole.append(sizes)
+                unsplit.append(sizes)
             except (NotImplementedError, ValueError):
                 split.append(sizes)
-        return whole, split
+        return unsplit, split
 
     def links(self, mesh: Mesh) -> dict[str, str]:
         """Say of each axis of a mesh of these devices how its devices are connected.

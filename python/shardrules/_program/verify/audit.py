@@ -277,9 +277,9 @@ class _Audit:
         kinds = ((plan.paths[row], plan.kinds[plan.kind_of[row]]) for row in self._tree.missing)
         lives = zip(extra, _fields_of(list(extra.values())), strict=True)
         lacking = {path: kind.device_bytes for path, kind in kinds if kind.shape is not None}
-        more = {path: _bytes_on_fullest(live) for path, live in lives if None not in live[1:]}
+        surplus = {path: _bytes_on_fullest(live) for path, live in lives if None not in live[1:]}
         texts = "the tree lacks {} of the plan", "the tree has {} that the plan lacks"
-        for text, sizes in zip(texts, (lacking, more), strict=True):
+        for text, sizes in zip(texts, (lacking, surplus), strict=True):
             if count := len(sizes):
                 message, paths = text.format(counted(count, "array")), tuple(fold_paths([*sizes]))
                 fix, size = _FIXES["structure"], sum(sizes.values())

@@ -179,14 +179,18 @@ def computed_alike(
     total = sum(product.flops for product in products)
     for axis, count in program.axis_sizes.items():
         shared = {leaf for leaf, x in enumerate(inputs) if x is not None and axis in x.shared_along}
-        alike = [row for row in products if axis not in row.axes and shared.isdisjoint(row.leaves)]
-        flops = sum(row.flops for row in alike)
+        repeats = [
+            row for row in products if axis not in row.axes and shared.isdisjoint(row.leaves)
+        ]
+        flops = sum(row.flops for row in repeats)
         if count == 1 or flops <= _ALIKE * total or axis in reported:
             continue
-        alike.sort(key=lambda row: -row.flops)
-        names = [row.op_name + (f" at {row.place}" if row.place else "") for row in alike[:_NAMED]]
+        repeats.sort(key=lambda row: -row.flops)
+        names = [
+            row.op_name + (f" at {row.place}" if row.place else "") for row in repeats[:_NAMED]
+        ]
         message = (
-            f"{counted(len(alike), 'product')}, {flops / total:.0%} of the work of a device, are "
+            f"{counted(len(repeats), 'product')}, {flops / total:.0%} of the work of a device, are "
             f"computed alike by all devices along {axis}: {'; '.join(dict.fromkeys(names))}"
         )
         fix = (
