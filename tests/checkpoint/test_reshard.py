@@ -118,6 +118,8 @@ def test_a_finite_value_does_not_become_infinite(where, renames):
     infinite = {"w": np.full((8, 8), np.inf, "float32")}
     moved = sr.reshard(infinite, P("fsdp"), mesh_of(), dtype="float16", renames=renames)
     assert np.isposinf(np.asarray(*moved.values(), "float32")).all()
+    with pytest.raises(ValueError, match="or an integer another one"):
+        sr.reshard({"w": np.full((8, 8), 2**40)}, P("fsdp"), mesh_of(), renames=renames)
 
 
 @pytest.mark.parametrize("donate", [False, True])

@@ -191,7 +191,7 @@ def _as_they_are(
         if sharding is not None:
             leaf, goal = leaves[i], goals[i]
             own = getattr(leaf, "dtype", "float32") if goal is None else goal
-            moves[i] = _Move(sharding, np.shape(leaf), own, (i,), partial(cast, leaf, goal))
+            moves[i] = _Move(sharding, np.shape(leaf), own, (i,), partial(_cast, leaf, goal))
     return moves
 
 
@@ -223,5 +223,15 @@ def _made_leaf(
     target: Target, live: Mapping[str, Any], dtype: Any, sharding: NamedSharding
 ) -> tuple[Any, Any]:
     if not target.is_plain:
-        return made_of(target, live, dtype, sharding)
-    return cast(live[target.parts[0].source], dtype)
+        sources = {part.source: _cast(live[part.source], None) for part in target.parts}
+        arrays = {name: array for name, (array, _) in sources.items()}
+        array, loss = made_of(target, arrays, dtype, sharding)
+        return array, any(lost for _, lost in sources.values() if lost is not None) or loss
+    return _cast(live[target.parts[0].source], dtype)
+
+
+def _cast(array: Any, dtype: Any) -> tuple[Any, Any]:
+    """Cast an array; one of numpy to what devices have, where 64 bits become 32 in silence."""
+    if isinstance(array, np.ndarray | np.generic):
+        dtype = jax.dtypes.canonicalize_dtype(array.dtype if dtype is None else dtype)
+    return cast(array, dtype)
