@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from shardrules._base.arguments import boolean, check_type
 from shardrules._base.dtypes import SAFETENSORS, bits_of
@@ -482,7 +482,12 @@ def _checksums(array: Any) -> Any:
     is_apart = memory_apart(sharding) is not None
     if is_apart:  # in the host's memory, where nothing is computed
         sharding = sharding.with_memory_kind(None)
-        array = jax.device_put(array, sharding)
+        # Each shard alone: for several processes JAX 0.7 makes a program that XLA refuses.
+        shards = [
+            jax.device_put(shard.data, SingleDeviceSharding(shard.device))
+            for shard in array.addressable_shards
+        ]
+        array = jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
     with jax.set_mesh(sharding.mesh):  # shard_map takes no other mesh than that in force
         sums = _checksums_by_devices(array, sharding)
     return jax.block_until_ready(sums) if is_apart else sums  # room for an array at a time
