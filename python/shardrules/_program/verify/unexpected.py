@@ -253,9 +253,11 @@ def differing(executable: Executable) -> Iterator[Finding]:
                 groups[along, *_causes(executable, node, axes)].append(leaf)
     for (along, line, inputs), leaves in groups.items():
         at = f" at {line}" if line else ""
+        names = along.split(" and ")
+        call = f"jax.lax.psum(x, {tuple(names) if names[1:] else names[0]!r})"
         fix = (
-            f"sum it over {along}{at} by jax.lax.psum, and let shard_map check that, "
-            f"check_vma=True; or give it a spec that {along} cuts"
+            f"sum it over {along}{at}, {call}, and let shard_map check that, check_vma=True; or "
+            f"give it a spec that {along} cuts"
         )
         paths = [executable.inputs.paths[leaf] for leaf in inputs]
         sources = ", ".join([*paths[:_SOURCES], *and_more(len(paths), _SOURCES, "other")])
