@@ -225,7 +225,7 @@ def is_of_other_kind(executable: Executable, mesh: Any) -> bool:
 
 def other_kinds(executable: Executable, planned: Any) -> list[str]:
     """List the kinds of devices that plans are for, and the executable is not."""
-    leaves = tree_util.tree_leaves(planned, is_leaf=lambda node: isinstance(node, Plan))
+    leaves = tree_util.tree_leaves(planned)
     meshes: list[Any] = [leaf.mesh for leaf in leaves if isinstance(leaf, Plan)]
     kinds = [
         mesh.devices.flat[0].device_kind for mesh in meshes if is_of_other_kind(executable, mesh)

@@ -321,9 +321,7 @@ def _planned_on(mesh: AnyMesh, planned: Any) -> Any:
     """Return what is planned, with plans for the mesh in the place of those for its axes."""
     on_mesh = cache(lambda plan: plan.on_mesh(mesh))  # the plan of a state is one on both sides
     return tree_util.tree_map(
-        lambda node: on_mesh(node) if isinstance(node, Plan) else node,
-        planned,
-        is_leaf=lambda node: isinstance(node, Plan),
+        lambda leaf: on_mesh(leaf) if isinstance(leaf, Plan) else leaf, planned
     )
 
 
