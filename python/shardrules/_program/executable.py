@@ -32,6 +32,8 @@ class Call(NamedTuple):
 
     compiled: Any
     """A `jax.stages.Compiled`, or a `StoredProgram`."""
+    infos: list[Any]
+    """Leaves of its `args_info`, which JAX flattens anew at each question."""
     in_tree: Any
     """Structure of (positional, keyword) arguments."""
     in_leaves: Sequence[int]
@@ -154,9 +156,8 @@ class Executable:
     @cached_property
     def _arguments(self) -> tuple[list[Any], list[Any], list[bool]]:
         """Shardings, None of what is dropped; values of a shape and dtype; which are donated."""
-        infos, structure = tree_util.tree_flatten(self._compiled.args_info)
-        treedef: Any = structure
-        shardings = argument_shardings(self._compiled, treedef)
+        infos = self.call.infos
+        shardings = argument_shardings(self._compiled, len(infos))
         return shardings, argument_values(infos), list(map(attrgetter("donated"), infos))
 
     @cached_property

@@ -100,8 +100,10 @@ class _SideTargets:
 
     def fill(self, at: str, plan: Any, treedef: Any) -> None:
         """Fill in the leaves of a subtree; errors name it by `at`."""
-        if not _is_entry(plan):
-            check_decided(at, plan, f"shardrules.plan(tree, rules, mesh); or {PLANNED}")
+        if _is_entry(plan):
+            self._extend(at, plan, treedef)
+            return
+        check_decided(at, plan, f"shardrules.plan(tree, rules, mesh); or {PLANNED}")
         entries, structure = tree_util.tree_flatten_with_path(plan, is_leaf=_is_entry)
         prefix: Any = structure
         for keys, entry in entries:
@@ -119,12 +121,15 @@ class _SideTargets:
                 f"{self._side.name}: {error}"
             ) from None
         for (keys, entry), part in zip(entries, parts, strict=True):
-            if isinstance(entry, Plan):
-                place = at + tree_util.keystr(keys)
-                self.targets += self._of_plan(place, entry, tree_util.tree_structure(part))
-            else:
-                target = None if entry is None else self._record(at, entry)
-                self.targets += [target] * len(tree_util.tree_leaves(part))
+            place = at + tree_util.keystr(keys)
+            self._extend(place, entry, tree_util.tree_structure(part))
+
+    def _extend(self, at: str, entry: Any, treedef: Any) -> None:
+        if isinstance(entry, Plan):
+            self.targets += self._of_plan(at, entry, treedef)
+        else:
+            target = None if entry is None else self._record(at, entry)
+            self.targets += [target] * treedef.num_leaves
 
     def _record(self, at: str, planned: Any) -> PlannedSharding:
         if id(planned) not in self._records:
@@ -146,13 +151,15 @@ class _SideTargets:
         kinds = plan.kind_of[rows].tolist()
         begin = len(self.targets)
         shapes = self._side.shapes[begin : begin + treedef.num_leaves]
-        for row, kind, shape in zip(rows, kinds, shapes, strict=True):
-            if plan.kinds[kind].shape != shape:
-                raise _misfit(
-                    f"{at}: the plan is for other shapes: {plan.paths[row]} is planned as "
-                    f"{plan.kinds[kind].shape}, and there is {shape}; plan the tree that the "
-                    f"function {self._verb}"
-                )
+        shape_of = [kind.shape for kind in plan.kinds]
+        planned_shapes = [shape_of[kind] for kind in kinds]
+        if planned_shapes != shapes:
+            rows_of = zip(rows, planned_shapes, shapes, strict=True)
+            row, wrong, shape = next(row for row in rows_of if row[1] != row[2])
+            raise _misfit(
+                f"{at}: the plan is for other shapes: {plan.paths[row]} is planned as {wrong}, and "
+                f"there is {shape}; plan the tree that the function {self._verb}"
+            )
         planned = plan.mesh
         if has_devices(planned) and not is_of_other_kind(self._executable, planned):
             mesh: Any = planned

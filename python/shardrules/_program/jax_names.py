@@ -31,15 +31,15 @@ def argument_values(infos: list[Any]) -> list[Any]:
     return infos
 
 
-def argument_shardings(compiled: Any, treedef: Any) -> list[Any]:
+def argument_shardings(compiled: Any, count: int) -> list[Any]:
     """Return the shardings of a compiled function's arguments, None for those that it dropped.
 
     Fallback: their public tree, of which JAX makes a new one at each call.
     """
     shardings = private(compiled, "_executable._in_shardings") or ()
     # Constants of the function would come first, and dropped arguments are missing.
-    if len(shardings) != treedef.num_leaves or private(compiled, "_params.const_args"):
-        return list(treedef.flatten_up_to(compiled.input_shardings))
+    if len(shardings) != count or private(compiled, "_params.const_args"):
+        return list(compiled.in_tree.flatten_up_to(compiled.input_shardings))
     return list(shardings)
 
 

@@ -47,9 +47,10 @@ def call_of(compiled: Any, inputs: Any) -> Call:
         ValueError: The plans fit no arguments that equinox has flattened.
     """
     if isinstance(compiled, Compiled | StoredProgram):
-        in_tree, out_tree = compiled.in_tree, compiled.out_tree
-        sides = (range(in_tree.num_leaves), range(out_tree.num_leaves))
-        return Call(compiled, in_tree, sides[0], out_tree, sides[1])
+        infos, in_tree = tree_util.tree_flatten(compiled.args_info)
+        out_tree = compiled.out_tree
+        sides = (range(len(infos)), range(out_tree.num_leaves))
+        return Call(compiled, infos, in_tree, sides[0], out_tree, sides[1])
     library = _LIBRARIES.get(type(compiled).__module__.partition(".")[0])
     inner: Any = getattr(compiled, "compiled", None)
     if library is None or not isinstance(inner, Compiled | StoredProgram):
@@ -63,7 +64,8 @@ def call_of(compiled: Any, inputs: Any) -> Call:
     out_leaves, out_tree = tree_util.tree_flatten(returned)
     place_of = {number: place for place, number in enumerate(in_leaves)}
     updates = [(place_of[before], after) for before, after in changes if before in place_of]
-    return Call(inner, in_tree, in_leaves, out_tree, out_leaves, updates, name)
+    infos = tree_util.tree_leaves(inner.args_info)
+    return Call(inner, infos, in_tree, in_leaves, out_tree, out_leaves, updates, name)
 
 
 def check_entries(plans: Any, count: int) -> None:
