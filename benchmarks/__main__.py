@@ -1,6 +1,6 @@
 """`python -m benchmarks [SECTION ...]`: measures all cases, and prints tables with ratios and bars.
 
-    python -m benchmarks --write    # writes them into docs/performance.md, and three into README.md
+    python -m benchmarks --write    # writes them into docs/evidence.md, and three into README.md
 
 It takes ten minutes, on a machine that does nothing else.
 """
@@ -38,7 +38,7 @@ SECTIONS = {
 
 @click.command()
 @click.argument("sections", nargs=-1, type=click.Choice([TREES, *SECTIONS]))
-@click.option("--write", is_flag=True, help="Write docs/performance.md and README.md.")
+@click.option("--write", is_flag=True, help="Write docs/evidence.md and README.md.")
 def main(sections: tuple[str, ...], *, write: bool) -> None:
     """Measure, print, and write if asked."""
     lines = [f"- {line}" for line in environment()]
@@ -48,7 +48,7 @@ def main(sections: tuple[str, ...], *, write: bool) -> None:
         lines += ["", f"### {title}", "", *table]
         print("\n".join(lines[-len(table) - 3 :]), flush=True)
     if write and not sections:
-        page = ROOT / "docs" / "performance.md"
+        page = ROOT / "docs" / "evidence.md"
         write_between(page, "report", "\n".join(lines))
         write_between(ROOT / "README.md", "speed", front_table(page.read_text(encoding="utf-8")))
 

@@ -1,4 +1,4 @@
-"""Cases on whole trees: those of docs/performance.md's table, and one where others are faster."""
+"""Cases on whole trees: those of docs/evidence.md's table, and one where others are faster."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Case:
         ours: The call under test, cold unless the name says otherwise.
         identity: `tree_map(lambda x: x)` on the same tree.
         peers: Other implementations of the same, by name; their results must equal ours.
-        bars: What docs/performance.md asks for, by reference: ours may take at most that many times
+        bars: What docs/evidence.md asks for, by reference: ours may take at most that many times
             as long as identity, or must be at least that many times faster than a peer.
     """
 

@@ -1,6 +1,6 @@
 """Compares solved layouts with FSDP, and with those that experts write, by the TPU's compiler.
 
-    python -m benchmarks.solving                                  # the table of docs/solve.md
+    python -m benchmarks.solving                                  # the table of docs/evidence.md
     python -m benchmarks.solving --steps "Mixtral 8x7B" --on v5e:4x4
 
 It needs libtpu, and prints each row when it is known. A step is traced under an expert's layout, so

@@ -1,4 +1,4 @@
-"""Measurements as Markdown: the tables of docs/performance.md, and the README's."""
+"""Measurements as Markdown: the tables of docs/evidence.md, and the README's."""
 
 from __future__ import annotations
 

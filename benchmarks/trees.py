@@ -1,4 +1,4 @@
-"""A model of each family in docs/performance.md's table, and models of any size."""
+"""A model of each family in docs/evidence.md's table, and models of any size."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ Runs in `make docs`. Must not import shardrules: the site is built from sources 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import griffe
@@ -19,10 +20,16 @@ _LOADED = re.compile(
 
 
 _API = re.compile(r"^<!-- api (\S+): (.*?) -->$", re.MULTILINE | re.DOTALL)
+_OF_README = re.compile(r"^<!-- of README: (## .*) -->$", re.MULTILINE)
+_README = Path(__file__).parent.parent / "README.md"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Return the page with the reference of each name that it lists."""
+    """Return the page with each section of the README and each reference that it asks for."""
+    readme = _README.read_text(encoding="utf-8").replace("](docs/", "](")
+    markdown = _OF_README.sub(
+        lambda of: of[1] + readme.partition(of[1])[2].partition("\n## ")[0], markdown
+    )
     return _API.sub(
         lambda api: "\n\n".join(f"::: {api[1]}.{name}" for name in api[2].split()), markdown
     )

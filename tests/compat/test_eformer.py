@@ -439,7 +439,7 @@ BROKEN = [
     (nothing, lambda m, _: m.get_names_from_partition_spec({"w": P(P.UNCONSTRAINED, "tp")}) == ["tp"], TypeError, True),
     (nothing, lambda m, _: m.get_names_from_partition_spec(REDUCED) == ["fsdp", "tp", "dp"], Exception, True),
     (nothing, lambda m, _: m.get_names_from_partition_spec(REDUCED["a"]) == ["fsdp", "tp", "dp"], Exception, True),
-    # the rows of docs/guides/dialects.md, and others of eformer.md
+    # the other rows of docs/guides/eformer.md
     (legacy, specs([(".*", ("tp", None))]), {"a": ("tp", None)}, {"a": P("tp", None)}),
     (legacy, specs([(".*", P("tp")), ("(", P())]), {"a": P("tp")}, re.error),
     (legacy, lambda m, _: m.match_partition_rules([(".*", P("tp"))], {"a": NoRank()}), AttributeError, {"a": P("tp")}),

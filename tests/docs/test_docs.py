@@ -26,7 +26,7 @@ WITHOUT_EXAMPLES = {
 # What takes more than three seconds.
 SLOW_PAGES = [
     "docs/guides/equinox.md",
-    "docs/guides/keras.md",
+    "docs/guides/dialects.md",
     "docs/guides/linen.md",
     "docs/guides/lora.md",
     "docs/guides/maxtext.md",

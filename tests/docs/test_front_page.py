@@ -10,7 +10,7 @@ import shardrules as sr
 from benchmarks.tables import front_table, with_text
 from tests.support.folders import ROOT
 
-TABLE = re.compile(r"^\| what goes wrong .*?\n\n", re.M | re.S)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 MESH = {"fsdp": 4, "tp": 16}
 TREE = {"q": jax.ShapeDtypeStruct((8192, 64, 128), "bfloat16"), "k": jax.ShapeDtypeStruct((8192, 8, 128), "bfloat16")}
 RIGHT = [("q", ("fsdp", "tp")), ("k", ("fsdp",))]
@@ -21,27 +21,18 @@ WRONG = {
 }
 
 
-def table(page):
-    return TABLE.search((ROOT / page).read_text(encoding="utf-8"))[0]
-
-
 def test_the_readme_shows_the_speed_of_the_report():
     """It showed another run, with other bars missed; `python -m benchmarks --write` writes both."""
-    report = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert with_text(readme, "speed", front_table(report)) == readme
+    report = (ROOT / "docs/evidence.md").read_text(encoding="utf-8")
+    assert with_text(README, "speed", front_table(report)) == README
     missed = report.replace("identity <= 0.5x: met", "identity <= 0.5x: MISSED")
     assert missed != report
     assert front_table(missed) != front_table(report)
 
 
-def test_both_front_pages_have_the_same_table():
-    assert table("README.md").replace("](docs/", "](") == table("docs/index.md")
-
-
 @pytest.mark.parametrize("kind", WRONG)
 def test_the_line_finds_a_mistake_and_passes_right_rules(kind):
-    (level,) = re.findall(r'`plan\.check\(\)\.raise_for\("(\w+)"\)`', table("README.md"))
+    (level,) = re.findall(r'`plan\.check\(\)\.raise_for\("(\w+)"\)`', README)
     sr.plan(TREE, RIGHT, MESH).check().raise_for(level)
     findings = sr.plan(TREE, WRONG[kind], MESH).check()
     assert kind in {one.kind for one in findings}
@@ -49,7 +40,6 @@ def test_the_line_finds_a_mistake_and_passes_right_rules(kind):
         findings.raise_for(level)
 
 
-PAGES = {page: (ROOT / page).read_text() for page in ("README.md", "docs/index.md")}
 LOOKERS = {"check": sr.Plan.check, "prove": sr.prove, "verify": sr.verify, "audit": sr.audit, "rehearse": sr.rehearse}
 
 
@@ -60,11 +50,9 @@ def rows(text):
 
 
 def test_each_that_looks_has_a_row():
-    of_readme, of_index = map(rows, PAGES.values())
-    assert of_readme == of_index
-    assert [call.split(".")[1].split("(")[0] for _, call in of_readme] == [*LOOKERS]
+    assert [call.split(".")[1].split("(")[0] for _, call in rows(README)] == [*LOOKERS]
 
 
 @pytest.mark.parametrize("name", LOOKERS)
 def test_each_docstring_has_the_table(name):
-    assert rows(inspect.getdoc(LOOKERS[name])) == rows(PAGES["README.md"])
+    assert rows(inspect.getdoc(LOOKERS[name])) == rows(README)

@@ -1,6 +1,6 @@
 """The mutation score: of the slips that cost memory, how many does a check tell?
 
-`python -m tests.mutation` prints the tables of docs/findings.md. Must not know how a check works.
+`python -m tests.mutation` prints the table of docs/evidence.md. Must not know how a check works.
 """
 
 import re
