@@ -218,13 +218,6 @@ def test_quiet_leaves_the_result(small, tmp_path):
     assert run("plan", *words, "--hbm", "0").stderr.startswith("error: ")
 
 
-def test_rules_that_fall_back_to_re_are_named(small, tmp_path):
-    words = ("plan", small[0], "-r", rules := tmp_path / "rules.json", "-m", "tp=4")
-    rules.write_text(json.dumps([["wq", []], ["(.)\\1\x1b", []], ["(?=e)", []], [".*", []]]))
-    told = r"note: `re`, not the automaton, evaluates 2 rules, as rule 1 '(.)\\1\x1b' (backreference)"
-    assert (run(*words).stderr, run(*words, "-q").stderr) == (f"{told}\n", "")
-
-
 def test_rules_of_several_files_are_merged(small, tmp_path):
     model, rules = small
     own = tmp_path / "own.json"

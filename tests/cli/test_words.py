@@ -14,14 +14,14 @@ import shardrules as sr
 from shardrules import __version__
 from shardrules._base.hardware import public_hardware
 from shardrules._base.io import DEFAULT_MEMORY
-from shardrules._cli.options import commands
+from shardrules._cli.project import command_named, names
 from shardrules._plan.codec import DIALECTS, LOGICAL_DIALECTS
 from shardrules._plan.findings import LEVELS
 from tests.support import command_page
 from tests.support.command_line import invoke, options_of
 
 PLAN = {"model": "model", "mesh": {"tp": 2}, "rules": ("r",)}
-COMMANDS = {command.name: command for command in commands()}
+COMMANDS = {command.name: command for command in map(command_named, names())}
 
 
 @pytest.mark.parametrize(

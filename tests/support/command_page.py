@@ -6,7 +6,7 @@ from collections import Counter
 import click
 
 from shardrules._cli import APP
-from shardrules._cli.options import commands
+from shardrules._cli.project import command_named, names
 from tests.support.folders import ROOT
 
 PAGE = ROOT / "docs" / "command-line.md"
@@ -15,7 +15,7 @@ _COMMANDS = re.compile(r"(?<=<!-- commands -->\n).*?(?=<!-- /commands -->)", re.
 
 def written(text: str) -> str:
     """The page with the commands as they are; what is of several commands is said once."""
-    made = [*commands()]
+    made = [*map(command_named, names())]
     counts = Counter(row for command in made for row in map(_row, command.params))
     shared = [row for row, count in counts.items() if count > 1]
     parts = ["", *(_section(command, shared) for command in made)]

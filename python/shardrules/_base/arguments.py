@@ -92,7 +92,7 @@ def byte_size(name: str, value: Any) -> int:
     if isinstance(value, str):
         text = value.strip()
         if text.isdecimal() and 0 < int(text) < _LEAST_MEMORY:
-            raise ValueError(f"{name} is {value!r}: that is {text} bytes; write '{text}GB'")
+            raise ValueError(f"{name} is {value!r}: a unit is missing; write '{text}GB'")
         try:
             value = byte_count(value)
         except ValueError as error:

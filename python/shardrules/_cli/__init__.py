@@ -7,13 +7,14 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import click
 
 from shardrules import __version__
-from shardrules._cli.options import CONTEXT, command_named, names
+from shardrules._cli.options import CONTEXT
 from shardrules._cli.process import FAILED, exit_with
+from shardrules._cli.project import command_named, names
 
 _ALLOCATIONS: Final = 1_000_000
 _DEVICES: Final = ("accel*", "vfio/*", "nvidia*", "kfd")
@@ -65,24 +66,11 @@ def main() -> None:
     exit_with(run)
 
 
-def _run_jobs(*asked: Any) -> int:
-    from shardrules._cli.project import run_jobs
-
-    return run_jobs(*asked)
-
-
 def run() -> int:
     """Run the command that the process's arguments name, and return the exit code.
 
     What the command raises is for `exit_with`.
     """
     words = sys.argv[1:]
-    if instruction := os.environ.get(_COMPLETE):
-        from click.shell_completion import shell_complete
-
-        return shell_complete(APP, {}, "shardrules", _COMPLETE, instruction)
-    try:
-        with APP.make_context("shardrules", [*words] or ["--help"], obj=_run_jobs) as ctx:
-            return int(APP.invoke(ctx))
-    except click.exceptions.Exit as end:
-        return end.exit_code if words else FAILED
+    code = APP.main(words or ["--help"], "shardrules", _COMPLETE, standalone_mode=False)
+    return int(code) if words else FAILED

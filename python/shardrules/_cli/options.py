@@ -1,4 +1,4 @@
-"""Commands of `shardrules` for click, and their options, declared by decorators.
+"""Options of the commands for click, declared by decorators, and their types.
 
 Options that several commands have are here, with records of groups; a command is in a file of
 `commands`.
@@ -7,27 +7,174 @@ Options that several commands have are here, with records of groups; a command i
 from __future__ import annotations
 
 import functools
-import importlib
+import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, get_args
 
 import click
 from click.core import ParameterSource
 
-from shardrules._cli import types
+from shardrules._base.text import near_shown
 from shardrules._cli.process import QUIET
-from shardrules._cli.types import FILE, KeyValues
 
 CONTEXT: Final = {
     "help_option_names": ["-h", "--help"],
     "show_default": True,
     "max_content_width": 100,
 }
-_JOBS: Final = "shardrules.jobs"
-"""Key of `click.Context.meta`: the words of a command whose arguments are those of jobs."""
 Decorator = Callable[[Any], Any]
+
+
+class Type(click.ParamType):  # type: ignore[type-arg]
+    """Type whose function reads a text, or one of `tables` of TOML, or raises what is wrong."""
+
+    def __init__(self, name: str, read: Callable[[Any], Any], *tables: type) -> None:
+        self.name, self.read, self.tables = name, read, tables
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read the value, as click asks for it."""
+        try:
+            return self.read(value)
+        except (TypeError, ValueError) as error:
+            self.fail(str(error), param, ctx)
+
+
+class KeyValues(Type):
+    """KEY=VALUE, or a table; `odd` says of a key why it is none of this command, or ""."""
+
+    def __init__(
+        self, name: str, value: Callable[[Any], Any], odd: Callable[[str], str] = lambda _: ""
+    ) -> None:
+        super().__init__(name, self._pair, dict)
+        self.value, self.odd = value, odd
+
+    def _pair(self, pair: str | tuple[str, Any]) -> tuple[str, Any]:
+        if isinstance(pair, str):
+            key, equals, value = pair.partition("=")
+            if not equals:
+                raise ValueError(f"{pair!r}: write it as {self.name}")
+            pair = key, value
+        key, value = pair
+        if why := self.odd(key):
+            raise ValueError(why)
+        try:
+            return key, self.value(value)
+        except ValueError as error:
+            raise ValueError(f"{key}={value}: {error}") from None
+
+
+def _mesh_sizes(value: str | dict[str, int]) -> dict[str, int]:
+    from shardrules._base.arguments import checked_sizes, parse_mesh
+
+    return parse_mesh(value) if isinstance(value, str) else checked_sizes(value)
+
+
+def _axes(value: str | list[Any]) -> tuple[str, ...]:
+    text = value if isinstance(value, str) else ",".join(map(str, value))
+    if "=" in text:
+        raise ValueError(f"{text!r} has sizes; write names alone, as fsdp,tp")
+    return tuple(name for name in map(str.strip, text.split(",")) if name)
+
+
+def _bytes(value: str | int) -> int:
+    from shardrules._base.arguments import byte_size
+
+    return byte_size("the value", value)
+
+
+def _memory(value: str | int) -> int:
+    """Return the bytes of a memory, or of a device of this name."""
+    from shardrules._base.arguments import memory_bytes
+
+    text = str(value).strip()
+    if text[:1].isalpha():
+        from shardrules._base.hardware import Hardware
+
+        return Hardware.named(text).memory_bytes
+    return memory_bytes("the value", text)
+
+
+def _share(value: str) -> float:
+    if not re.fullmatch(r"\d+(\.\d+)?%", value):
+        raise ValueError(f"{value!r}: write a part, such as 2%")
+    return float(value[:-1]) / 100
+
+
+def _dtype(value: str) -> str:
+    from shardrules._base.dtypes import numpy_name
+
+    return numpy_name(value)
+
+
+def _dialect(value: str) -> Any:
+    from shardrules._plan.codec import LOGICAL_DIALECTS, dialect_named
+
+    return dialect_named(value, is_logical=value.lower() in LOGICAL_DIALECTS)
+
+
+def _hardware(value: str) -> Any:
+    from shardrules._base.hardware import Hardware
+    from shardrules._plan.files.hardware import read_hardware
+
+    is_file = value.endswith(".toml") or "/" in value
+    return read_hardware(value) if is_file else Hardware.named(value)
+
+
+def _topology(value: str) -> str:
+    from shardrules._program.topologies.topology import Topology
+
+    return Topology(value).name
+
+
+def _level(value: Any) -> Any:
+    from shardrules._base.arguments import check_choice
+
+    check_choice("the level", value, ("error", "warning", "info", "off"))
+    return value
+
+
+def _odd_kind(kind: str) -> str:
+    from shardrules._plan.findings import CheckKind
+
+    kinds = get_args(CheckKind)
+    return "" if kind in kinds else f"there is no finding {kind!r}{near_shown(kind, kinds)}"
+
+
+def _values_to_try(text: str) -> list[Any]:
+    """Return values of --try: numbers, true, false and none, and else texts."""
+
+    def value_of(word: str) -> Any:
+        try:
+            return json.loads({"none": "null"}.get(word.lower(), word.lower()))
+        except ValueError:
+            return word
+
+    return list(map(value_of, _axes(text)))
+
+
+def _odd_planned(key: str) -> str:
+    return "" if key == "device" else f"{key} is of prove; what is planned is of device"
+
+
+def _odd_sent(key: str) -> str:
+    return "" if key != "device" else f"{key} is of check, which counts what is planned"
+
+
+FILE: Final = click.Path(readable=False)  # whose names shells complete
+NUMBER: Final = click.IntRange(min=1)
+FILE.name, NUMBER.name = "file", "number"
+MESH = Type("mesh", _mesh_sizes, dict)
+AXES = Type("axes", _axes, list)
+BYTES, MEMORY = Type("bytes", _bytes), Type("bytes", _memory)
+TOPOLOGY, SHARE = Type("topology", _topology), Type("share", _share)
+DTYPE, DIALECT, HARDWARE = Type("dtype", _dtype), Type("name", _dialect), Type("name", _hardware)
+DTYPE_OR_SAME = Type("dtype", lambda value: value == "same" or _dtype(value))
+LEVELS = KeyValues("kind=level", _level, _odd_kind)
+TRIES = KeyValues("keyword=values", _values_to_try)
+PLANNED_BUDGET = KeyValues("memory=bytes", _memory, _odd_planned)
+SENT_BUDGET = KeyValues("what=bytes", _bytes, _odd_sent)
 
 
 class Option(click.Option):
@@ -42,11 +189,13 @@ class Option(click.Option):
         super().__init__(declarations, **attributes)
         self.needs, self.excludes, self.in_job = needs, excludes, in_job
 
-    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
-        """Read the values; a file may have several as a table, or one without a list."""
-        if self.multiple and isinstance(value, str | dict):
-            value = [value] if isinstance(value, str) else [*value.items()]
-        return super().type_cast_value(ctx, value)
+    def of_file(self, value: Any) -> Any:
+        """Return the value of a key in TOML as click takes it: texts, or a table of its type."""
+        if isinstance(self.type, KeyValues) and isinstance(value, dict):
+            return [(key, item) for key, item in value.items() if not self.type.odd(key)]
+        if self.multiple:
+            return [*map(str, value if isinstance(value, list) else [value])]
+        return value if type(value) in getattr(self.type, "tables", ()) else str(value)
 
     def check_beside(self, ctx: click.Context) -> None:
         """Check that what it needs is there, and nothing that it excludes."""
@@ -81,6 +230,7 @@ class Argument(click.Argument):
     """Argument with a line of help; a job has it under its name."""
 
     in_job = True
+    of_file = str
 
     def __init__(self, declarations: Sequence[str], *, about: str, **attributes: Any) -> None:
         super().__init__(declarations, **attributes)
@@ -103,39 +253,6 @@ def argument(*declarations: str, **attributes: Any) -> Decorator:
     return decorate
 
 
-class Command(click.Command):
-    """Command whose arguments and options may be those of the jobs of a project file."""
-
-    has_jobs = False
-
-    @property
-    def arguments(self) -> list[Argument]:
-        """Its arguments."""
-        return [each for each in self.params if isinstance(each, Argument)]
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the words; without its arguments a command may be for the jobs of a project."""
-        words = [*args]
-        try:
-            rest = super().parse_args(ctx, args)
-        except click.MissingParameter as error:
-            if not self.has_jobs or error.param is not self.arguments[0]:
-                raise
-            ctx.meta[_JOBS] = (words, error)
-            return []
-        for option in () if ctx.resilient_parsing else self.params:  # a shell completes a part
-            if isinstance(option, Option) and (option.needs or option.excludes):
-                option.check_beside(ctx)
-        return rest
-
-    def invoke(self, ctx: click.Context) -> int:
-        """Run the command, or the jobs; the result is the exit code."""
-        if asked := ctx.meta.pop(_JOBS, None):
-            return int(ctx.obj(self, ctx, *asked))
-        ctx.params = {key: ctx.params[key] for key in ctx.params if key not in ("project", "job")}
-        return super().invoke(ctx) or 0
-
-
 def _set_quiet(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     ctx.meta[QUIET] = value
     ctx.color = False if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else None
@@ -144,33 +261,16 @@ def _set_quiet(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 _in_place_of_arguments = functools.partial(
     Option, in_job=False, excludes=("model", "function", "before")
 )
-_OF_JOBS: Final = [
+OF_JOBS: Final = [
     _in_place_of_arguments(["--project"], type=FILE, help="Run the jobs of this project file, "
         "whoever owns it, and import what they name as package.module:function. Default: "
         "shardrules.toml in the current folder."),
     _in_place_of_arguments(["--job"], metavar="NAME", help="Run this job alone, with any options."),
 ]  # fmt: skip
-_OF_ALL: Final = [
+OF_ALL: Final = [
     Option(["-q", "--quiet"], is_flag=True, is_eager=True, expose_value=False, callback=_set_quiet,
         in_job=False, help="Write the result and errors alone: no notes, hints or progress."),
 ]  # fmt: skip
-
-
-def command(example: str, *, has_jobs: bool = False) -> Callable[[Any], click.Command]:
-    """Make a command of a function; without its arguments it may run the jobs of a project."""
-
-    def make(function: Any) -> click.Command:
-        name = function.__name__
-        command = click.command(
-            name, cls=Command, context_settings=CONTEXT,
-            short_help=function.__doc__.partition("\n\n")[0],
-            epilog=f"Example: shardrules {name} {example}",
-        )(function)  # fmt: skip
-        command.params += _OF_JOBS * has_jobs + _OF_ALL
-        command.has_jobs = has_jobs
-        return command
-
-    return make
 
 
 def bundle(record: Any, parameter: str, *options: Decorator) -> Decorator:
@@ -189,23 +289,6 @@ def bundle(record: Any, parameter: str, *options: Decorator) -> Decorator:
     return decorate
 
 
-@functools.cache
-def names() -> list[str]:
-    """Return the names of all commands, which are those of their files."""
-    return sorted(file.stem for file in Path(__file__).with_name("commands").glob("[a-z]*.py"))
-
-
-def commands() -> Iterator[Command]:
-    """Import and yield all commands."""
-    return map(command_named, names())
-
-
-def command_named(name: str) -> Command:
-    """Import the command of this name."""
-    command: Command = getattr(importlib.import_module(f".commands.{name}", __package__), name)
-    return command
-
-
 # Names of dialects, tables, memories and devices are text here, which tests compare: help imports
 # no modules that have them.
 DEVICES: Final = (
@@ -217,7 +300,7 @@ MOMENTS: Final = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
 Sizes = dict[str, int]
 """Devices per mesh axis."""
 
-model = functools.partial(argument, "model", metavar="SOURCE", type=types.FILE)
+model = functools.partial(argument, "model", metavar="SOURCE", type=FILE)
 of_model: Final = model(
     about="The model: a safetensors file, index or directory; a JSON manifest, also gzipped; - for "
     "a manifest on standard input; or package.module:function, which returns a tree."
@@ -227,30 +310,30 @@ of_step: Final = argument(
     about="package.module:function, which takes the mesh and, with --rules, the rules, and returns "
     "(step, arguments, outputs) or (step, arguments), as shardrules.prove takes them.",
 )  # fmt: skip
-mesh = functools.partial(option, "-m", "--mesh", type=types.MESH)
+mesh = functools.partial(option, "-m", "--mesh", type=MESH)
 of_mesh: Final = mesh(required=True, help="Devices per mesh axis, such as dp=8,fsdp=16,tp=4.")
-rules = functools.partial(option, "-r", "--rules", type=types.FILE, multiple=True)
+rules = functools.partial(option, "-r", "--rules", type=FILE, multiple=True)
 of_step_rules: Final = rules(help="Rules that the function takes behind the mesh.")
-devices = functools.partial(option, "--devices", type=types.Number(min=1))
-axes = functools.partial(option, "--axes", type=types.AXES)
-on = functools.partial(option, "--on", metavar="TOPOLOGY", type=types.TOPOLOGY)
+devices = functools.partial(option, "--devices", type=NUMBER)
+axes = functools.partial(option, "--axes", type=AXES)
+on = functools.partial(option, "--on", metavar="TOPOLOGY", type=TOPOLOGY)
 slices: Final = option(
-    "--slices", type=types.Number(min=1), default=1, needs=("on",),
+    "--slices", type=NUMBER, default=1, needs=("on",),
     help="Slices of TPUs, which the data centre's network connects.",
 )  # fmt: skip
-hbm = functools.partial(option, "--hbm", type=types.MEMORY)
+hbm = functools.partial(option, "--hbm", type=MEMORY)
 dialect: Final = option(
-    "--dialect", type=types.DIALECT,
+    "--dialect", type=DIALECT,
     help="Semantics of the rules: big_vision, easylm, eformer, jaxseq, keras, nnx, spectrax; of "
     "logical rules linen, flax.core, maxtext, haliax. Default: the rule file's dialect, or else "
     "eformer, linen or, in YAML, maxtext.",
 )  # fmt: skip
 max_memory: Final = option(
-    "--max-memory", type=types.BYTES, default="512MiB",
+    "--max-memory", type=BYTES, default="512MiB",
     help="Maximum memory for reading a file, beyond the file's size, such as 2GB.",
 )  # fmt: skip
 head_dim: Final = option(
-    "--head-dim", type=types.Number(min=1),
+    "--head-dim", type=NUMBER,
     help="Size of an attention head. Default: that of a q_norm or k_norm, if there is one.",
 )  # fmt: skip
 fail_on: Final = option(
@@ -300,11 +383,11 @@ def memory(*needs: str) -> Decorator:
     """Make a decorator with what is counted, which needs one of these options."""
     return bundle(
         ToCount, "memory",
-        option("--gradients", type=types.DTYPE_OR_SAME, needs=needs,
-            help="Count gradients of this dtype; 'same' is the parameters' own dtypes."),
+        option("--gradients", type=DTYPE_OR_SAME, needs=needs,
+            help="Count gradients of this dtype; 'same' is the parameters' own d"),
         option("--optimizer", type=click.Choice([*MOMENTS]), needs=needs,
             help="Count the state of this optimizer."),
-        option("--optimizer-dtype", type=types.DTYPE, default="float32", needs=("optimizer",),
+        option("--optimizer-dtype", type=DTYPE, default="float32", needs=("optimizer",),
             help="The dtype of the optimizer's moments."),
         hbm(help="Memory of one device, such as 96GB or 80GiB, or its name, such as v5p."),
     )  # fmt: skip

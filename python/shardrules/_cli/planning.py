@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardrules._base.io import FileError, memory_within
-from shardrules._base.text import counted
 from shardrules._cli.options import HowToPlan
 from shardrules._cli.process import hint, working
 from shardrules._plan.files.models import arrays_of, nested_dicts, read_arrays
@@ -46,14 +45,8 @@ def plan_model(
             rules = LogicalRules(file.rules, optional_axes=optional)
         name, tree, names = read_tree(source, file.rules.dialect)
         planned = plan(tree, rules, mesh, companions=file.companions, names=names)
-    notes = [f"note: these rules are not read: {unread}" for unread in file.unread]
-    if isinstance(file.rules, Rules) and (slow := file.rules.fallbacks):  # whose time has no bound
-        rule, why = slow[0]
-        first = f"rule {rule} {file.rules[rule][0]!r} ({why})"
-        count = counted(len(slow), "rule")
-        notes.append(f"note: `re`, not the automaton, evaluates {count}, as {first}")
-    for note in notes:
-        hint(note)
+    for unread in file.unread:
+        hint(f"note: these rules are not read: {unread}")
     return Planned(planned, name, file._replace(declared=all_declared(file.declared, declared)))
 
 

@@ -70,9 +70,11 @@ def code_of(error: BaseException, where: str = "") -> int:
     The message begins with `where`. In Python's development mode (PYTHONDEVMODE=1) the traceback
     stands above that line.
     """
+    if isinstance(error, SystemExit) and not error.code:  # of words for a shell, completed
+        return 0
     if isinstance(error, BrokenPipeError | SystemExit):  # which click makes of it
         return _OF_SIGNALS + _SIGPIPE
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt | click.Abort):
         return _OF_SIGNALS + signal.SIGINT
     if isinstance(error, _EndedError):
         return _OF_SIGNALS + int(error.args[0])
@@ -189,25 +191,26 @@ def print_text(text: str) -> None:
 
 
 def show_findings(
-    findings: Findings, format: str, file: str | None = None, lines: Sequence[int] = ()
-) -> None:
-    """Show findings in a format; annotations are at the lines of the rules in a file."""
+    findings: Findings, format: str, fail_on: Any, file: str | None = None,
+    lines: Sequence[int] = (),
+) -> int:  # fmt: skip
+    """Show findings in a format, and return the exit code: 1 for some of the level --fail-on.
+
+    Annotations are at the lines of the rules in a file.
+    """
     from shardrules._plan.findings import finding_lines, github_commands
 
     if format == "json":
         print(findings.to_json())
-        return
-    if format == "github":
-        job = click.get_current_context().obj
-        title = f"{job} shardrules" if isinstance(job, str) else "shardrules"
-        commands = github_commands(findings, _from_root(file), lines, title)
-        print(commands or findings.notes[0])
-        return
-    for finding in findings:
+    elif format == "github":
+        title = " ".join(filter(None, (click.get_current_context().obj, "shardrules")))
+        print(github_commands(findings, _from_root(file), lines, title) or findings.notes[0])
+    for finding in findings if format == "text" else ():
         label, message, *details = finding_lines(finding)
         print_text(f"{click.style(label, **_STYLES[finding.level])}: {message}")
         print_text(_DECLARED.sub(_as_option, "\n".join(details)))
-    print_hint("text", click.style(findings.notes[0], bold=True))
+    print_hint(format, click.style(findings.notes[0], bold=True))
+    return exit_code(findings, fail_on)
 
 
 def print_hint(format: str, *lines: object) -> None:

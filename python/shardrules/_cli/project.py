@@ -1,11 +1,17 @@
-"""Project file, `shardrules.toml`: a job is click's `default_map` of its commands."""
+"""Commands, whose arguments and options may be those of the jobs of a project file.
+
+A job of `shardrules.toml` is click's `default_map` of its commands; a key that none of them has is
+an error.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,47 +20,120 @@ from click.core import ParameterSource
 
 from shardrules._base.io import FileError, read_bytes
 from shardrules._base.text import printable, shown
-from shardrules._cli.options import Command, commands
+from shardrules._cli.options import CONTEXT, FILE, OF_ALL, OF_JOBS, Argument, KeyValues, Option
 from shardrules._cli.process import code_of, hint
-from shardrules._cli.types import FILE, KeyValues
-from shardrules._plan.codec import check_keys, naming
-from shardrules._plan.files.rules import parse_toml
 
 OWN_FILE: Final = "shardrules.toml"
 # As of rule files in TOML: a table's name takes most.
 _PER_BYTE: Final = 512
-_WRITTEN: Final = {
-    bool: "true or false",
-    int: "a number",
-    list: 'a list, as ["dp", "pp"]',
-    dict: "a table, as { fsdp = 8, tp = 4 }",
-    str: "a text",
-}
+_MISSING: Final = "shardrules.missing"
+"""Key of `click.Context.meta`: the words that lack an argument, and the error of click."""
 Jobs = dict[str, dict[str, Any]]
 """{name: {key: value}} of the jobs of a project file; their paths are relative to its folder."""
 
 
-def run_jobs(
+class Command(click.Command):
+    """Command whose result is its exit code; without its arguments it may be for all jobs."""
+
+    has_jobs = False
+
+    @property
+    def arguments(self) -> list[str]:
+        """Names of its arguments."""
+        return [str(each.name) for each in self.params if isinstance(each, Argument)]
+
+    @functools.cached_property
+    def keys(self) -> dict[str, Option | Argument]:
+        """{key of a job: parameter}."""
+        ours = [each for each in self.params if isinstance(each, Option | Argument)]
+        return {str(each.name).replace("_", "-"): each for each in ours if each.in_job}
+
+    def is_of(self, job: dict[str, Any]) -> bool:
+        """True if the job has the arguments."""
+        return job.keys() >= {*self.arguments}
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the words; without its first argument a command may be for jobs."""
+        words = [*args]
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.MissingParameter as error:
+            if not self.has_jobs or error.param is None or error.param.name != self.arguments[0]:
+                raise
+            ctx.meta[_MISSING] = (words, error)
+            return []
+        for option in () if ctx.resilient_parsing else self.params:  # a shell completes a part
+            if isinstance(option, Option):
+                option.check_beside(ctx)
+        return rest
+
+    def invoke(self, ctx: click.Context) -> int:
+        """Run the command, or the jobs."""
+        if missing := ctx.meta.pop(_MISSING, None):
+            return _run_jobs(self, ctx, *missing)
+        ctx.params = {key: ctx.params[key] for key in ctx.params if key not in ("project", "job")}
+        return super().invoke(ctx) or 0
+
+
+def command(example: str, *, has_jobs: bool = False) -> Callable[[Any], Command]:
+    """Make a command of a function; without its arguments it may run the jobs of a project."""
+
+    def make(function: Any) -> Command:
+        name = function.__name__
+        command = click.command(
+            name, cls=Command, context_settings=CONTEXT,
+            short_help=function.__doc__.partition("\n\n")[0],
+            epilog=f"Example: shardrules {name} {example}",
+        )(function)  # fmt: skip
+        command.params += OF_JOBS * has_jobs + OF_ALL
+        command.has_jobs = has_jobs
+        return command
+
+    return make
+
+
+@functools.cache
+def names() -> list[str]:
+    """Return the names of all commands, which are those of their files."""
+    return sorted(file.stem for file in Path(__file__).with_name("commands").glob("[a-z]*.py"))
+
+
+def command_named(name: str) -> Command:
+    """Import the command of this name."""
+    command: Command = getattr(importlib.import_module(f".commands.{name}", __package__), name)
+    return command
+
+
+def _run_jobs(
     command: Command, ctx: click.Context, words: list[str], missing: click.MissingParameter
 ) -> int:
     """Run a command for each job that has its arguments, and return the worst exit code."""
-    named, job = ctx.params.get("project"), ctx.params.get("job")
-    path = Path(named or OWN_FILE).absolute()
-    if not named:
+    project, name = ctx.params.get("project"), ctx.params.get("job")
+    path = Path(project or OWN_FILE).absolute()
+    if not project:
         if not path.is_file():
             text = f"{missing.format_message()} Or write a project file here, {OWN_FILE}."
             raise click.UsageError(text, ctx)
         _check_owner(path)
-    jobs = _jobs_of_command(command, path, read_jobs(path), job)
+    all_jobs = read_jobs(path)
+    jobs = {job: all_jobs[job] for job in all_jobs if command.is_of(all_jobs[job])}
+    if name is not None:
+        jobs = {job: jobs[job] for job in jobs if job == name}
+    if not jobs:
+        which = "" if name is None else f" {name!r}"
+        raise click.UsageError(
+            f"{path}: there is no job{which} for {command.name}, which needs "
+            f"{' and '.join(command.arguments)}; there are {', '.join(all_jobs)}"
+        )
     if len(jobs) > 1:
         _check_of_several(ctx, [*jobs])
     hint(f"project file: {path}")
     codes = []
     with contextlib.chdir(path.parent):
-        for name, values in jobs.items():
-            if job is None:
-                click.echo(click.style(printable(f"{name}:"), bold=True), file=sys.stdout)
-            codes.append(_run_job(command, ctx, name, values, words))
+        for job, values in jobs.items():
+            if name is None:
+                click.echo(click.style(printable(f"{job}:"), bold=True), file=sys.stdout)
+            codes.append(_run_job(command, ctx, job, values, words))
     return max(codes)
 
 
@@ -72,26 +151,6 @@ def _check_owner(path: Path) -> None:
             )
 
 
-def _jobs_of_command(command: Command, path: Path, jobs: Jobs, name: str | None) -> Jobs:
-    """Return the jobs that have the arguments of a command; with a name, that one."""
-    if name is not None:
-        if name not in jobs:
-            raise click.UsageError(f"--job: there is no job {name!r}; there are {', '.join(jobs)}")
-        jobs = {name: jobs[name]}
-    if jobs_of_command := {job: jobs[job] for job in jobs if _is_of(command, jobs[job])}:
-        return jobs_of_command
-    which = "no job is" if name is None else f"job {name} is not"
-    raise click.UsageError(f"{path}: {which} for {command.name}, which needs {_needed(command)}")
-
-
-def _is_of(command: Command, values: Mapping[str, Any]) -> bool:
-    return all(argument.name in values for argument in command.arguments)
-
-
-def _needed(command: Command) -> str:
-    return " and ".join(str(argument.name) for argument in command.arguments)
-
-
 def _check_of_several(ctx: click.Context, jobs: list[str]) -> None:
     """Check that no option is given that names a file of one job, and no JSON is asked for."""
     for option in ctx.command.params:
@@ -107,25 +166,15 @@ def _check_of_several(ctx: click.Context, jobs: list[str]) -> None:
 def _run_job(
     command: Command, ctx: click.Context, job: str, values: dict[str, Any], words: list[str]
 ) -> int:
-    defaults = {
-        parameter.name: _own_items(parameter, values[key])
-        for key, parameter in _by_key(command).items()
-        if key in values
-    }
+    keys = command.keys
+    defaults = {keys[key].name: keys[key].of_file(values[key]) for key in values if key in keys}
     try:
         with command.make_context(
             command.name, [*words], parent=ctx.parent, obj=job, default_map=defaults
         ) as of_job:
-            return int(command.invoke(of_job))
+            return command.invoke(of_job)
     except Exception as error:
         return code_of(error, printable(f"{job}: "))
-
-
-def _own_items(parameter: Any, value: Any) -> Any:
-    """Return the value of a key, or of a table the items that are for this parameter."""
-    if isinstance(value, dict) and isinstance(parameter.type, KeyValues):
-        return {key: item for key, item in value.items() if not parameter.type.odd(key)}
-    return value
 
 
 def read_jobs(path: Path) -> Jobs:
@@ -134,6 +183,8 @@ def read_jobs(path: Path) -> Jobs:
     Raises:
         FileError: The file is wrong, or no command of a job reads one of its keys.
     """
+    from shardrules._plan.files.rules import parse_toml
+
     content = read_bytes(path, _PER_BYTE)
     of_all = parse_toml(path, content) if content else {}
     jobs = of_all.pop("jobs", None)
@@ -148,59 +199,32 @@ def read_jobs(path: Path) -> Jobs:
         if not isinstance(job, dict):
             raise FileError(f'{where}: it is {shown(job)}; write a table with model = "model.json"')
         merged[name] = {**of_all, **job}
-        _check_table(where, job, _commands_of([merged[name]]))
-    _check_table(f"{path}", of_all, _commands_of([*merged.values()]))
+        _check_keys(where, job, [merged[name]])
+    _check_keys(f"{path}", of_all, [*merged.values()])
     return merged
 
 
-def _commands_of(jobs: list[dict[str, Any]]) -> list[Command]:
-    """List the commands that some of these jobs are for."""
-    return [each for each in _job_commands() if any(_is_of(each, job) for job in jobs)]
-
-
-def _job_commands() -> Iterator[Command]:
-    """Yield the commands that jobs are for."""
-    return (command for command in commands() if command.has_jobs)
-
-
-def _by_key(command: Command) -> dict[str, Any]:
-    """Return {key of a job: a parameter of the command}."""
-    return {
-        str(parameter.name).replace("_", "-"): parameter
-        for parameter in command.params
-        if getattr(parameter, "in_job", False)
-    }
-
-
-def _types_of(parameter: Any) -> tuple[type, ...]:
-    """Return the types of TOML that a key may have."""
-    if getattr(parameter, "is_flag", False):
-        return (bool,)
-    types: tuple[type, ...] = getattr(parameter.type, "toml", (str,))
-    return (*types, list) if getattr(parameter, "multiple", False) else types
-
-
-def _check_table(where: str, table: dict[str, Any], job_commands: list[Command]) -> None:
-    """Check that one of these commands reads each key and item, and the types of values.
+def _check_keys(where: str, table: dict[str, Any], jobs: list[dict[str, Any]]) -> None:
+    """Check that a command of one of these jobs reads each key of a table, and each item of it.
 
     What a value means is for each command.
     """
-    if not job_commands:
+    from shardrules._plan.codec import check_keys, naming
+
+    with_jobs = [each for each in map(command_named, names()) if each.has_jobs]
+    readers = [command for command in with_jobs if any(map(command.is_of, jobs))]
+    if not readers:
         raise FileError(f"{where}: it has neither a model to check nor a function to prove")
-    owners = {key: command for command in _job_commands() for key in _by_key(command)}
+    owners = {key: command for command in with_jobs for key in command.keys}
     with naming(where):
         check_keys("", table, owners)
     for key, value in table.items():
-        types = _types_of(_by_key(owners[key])[key])
-        items = value if isinstance(value, list) else ()
-        if type(value) not in types or value == "" or any(type(item) is not str for item in items):
-            written = " or ".join(_WRITTEN[kind] for kind in dict.fromkeys(reversed(types)))
-            raise FileError(f"{where}: {key} is {shown(value)}; write {written}")
-        readers = [_by_key(command)[key] for command in job_commands if key in _by_key(command)]
-        if not readers:
-            owner = owners[key]
-            raise FileError(f"{where}: {key} is of {owner.name}, which needs {_needed(owner)}")
+        parameters = [command.keys[key] for command in readers if key in command.keys]
+        if not parameters:
+            needed = " and ".join(owners[key].arguments)
+            raise FileError(f"{where}: {key} is of {owners[key].name}, which needs {needed}")
         for item in value if isinstance(value, dict) else ():
-            reasons = [each.type.odd(item) for each in readers if isinstance(each.type, KeyValues)]
+            types = [each.type for each in parameters if isinstance(each.type, KeyValues)]
+            reasons = [type.odd(item) for type in types]
             if reasons and all(reasons):
                 raise FileError(f"{where}: {key}: {reasons[0]}")

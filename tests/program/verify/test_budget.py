@@ -54,7 +54,7 @@ WRONG = [
     ({"xyz": 1}, r"'xyz'.*data, fsdp, tp.*all-gather.*total.*peak"),
     ({"": 1}, r"budget\[''\]"),
     ({"fsdp,": 1}, r"budget\['fsdp,'\]"),
-    ({"peak": "90"}, r"budget\['peak'\] is '90': that is 90 bytes; write '90GB'"),
+    ({"peak": "90"}, r"budget\['peak'\] is '90': a unit is missing; write '90GB'"),
     ({"fsdp": "25 TP"}, r"budget\['fsdp'\].*'25 TP'.*96GB"),
     ({"fsdp": -1}, r"budget\['fsdp'\] is -1"),
 ]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._cli import options, types
-from shardrules._cli.options import command, option
+from shardrules._cli import options
+from shardrules._cli.options import option
+from shardrules._cli.project import command
 
 if TYPE_CHECKING:
     from shardrules._plan.findings import Finding
@@ -21,19 +22,19 @@ _ADDED: Final = frozenset({"unmatched", "catch-all"})
 @options.how_to_plan()
 @options.of_mesh
 @options.memory("hbm", "budget")
-@option("--budget", type=types.PLANNED_BUDGET, help="Maximum bytes of all that is counted in a "
+@option("--budget", type=options.PLANNED_BUDGET, help="Maximum bytes of all that is counted in a "
     "device's memory, device=1.2GB.")  # fmt: skip
 @options.fail_on
-@option("--large", type=types.BYTES, default="16MiB",
+@option("--large", type=options.BYTES, default="16MiB",
     help="Minimum bytes per device for a replicated leaf to be a warning.")  # fmt: skip
 @options.head_dim
 @option("--replicated", metavar="PATTERN", multiple=True,
     help="Pattern of paths that are replicated on purpose; repeatable.")  # fmt: skip
-@option("--optional-axes", type=types.AXES, default="", show_default=False,
+@option("--optional-axes", type=options.AXES, default="", show_default=False,
     help="Axes of the rules that a mesh may lack, such as sp,ep.")  # fmt: skip
-@option("--data-axes", type=types.AXES, default="", show_default=False,
+@option("--data-axes", type=options.AXES, default="", show_default=False,
     help="Mesh axes that shard only batches, and no leaf, such as dp.")  # fmt: skip
-@option("--level", type=types.LEVELS,
+@option("--level", type=options.LEVELS,
     help="Level for a kind of finding: dead=off, uncut=error; repeatable.")  # fmt: skip
 @option("--fix", is_flag=True, in_job=False, excludes=("format",),
     help="Print the rules that are missing, to paste, instead of findings. Exits with 1 if there "
@@ -71,11 +72,11 @@ def check(
             return 0 if fail_on == "never" else 1
         process.hint(f"no rule is to be added; check without --fix: {findings.summary}")
         return process.exit_code(findings, fail_on)
-    process.show_findings(findings, format, file, lines)
+    code = process.show_findings(findings, format, fail_on, file, lines)
     kinds = {finding.kind for finding in findings.at_least("warning")}
     if not rules.companions and kinds & _ADDED:
         process.print_hint(format, "--fix prints the missing rules")
-    return process.exit_code(findings, fail_on)
+    return code
 
 
 def _over_budget(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from shardrules._cli import options
-from shardrules._cli.options import argument, command, option
-from shardrules._cli.types import FILE, SHARE
+from shardrules._cli.options import FILE, SHARE, argument, option
+from shardrules._cli.project import command
 
 if TYPE_CHECKING:
     from shardrules._plan.plan import Plan

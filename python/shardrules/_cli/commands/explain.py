@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from shardrules._cli import options
-from shardrules._cli.options import argument, command
+from shardrules._cli.options import argument
+from shardrules._cli.project import command
 
 
 @command("model.json layers/0/wq/kernel -r rules.toml -m fsdp=8,tp=4")

@@ -6,8 +6,8 @@ import sys
 from typing import Any
 
 from shardrules._cli import options
-from shardrules._cli.options import command, option
-from shardrules._cli.types import FILE
+from shardrules._cli.options import FILE, option
+from shardrules._cli.project import command
 
 
 @command("my_package.model:shapes -o model.json.gz")

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._cli import options
-from shardrules._cli.options import command, option
-from shardrules._cli.types import FILE
+from shardrules._cli.options import FILE, option
+from shardrules._cli.project import command
 
 if TYPE_CHECKING:
     from shardrules._cli.planning import Planned

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardrules._cli import options, types
-from shardrules._cli.options import command, option
+from shardrules._cli import options
+from shardrules._cli.options import option
+from shardrules._cli.project import command
 
 if TYPE_CHECKING:
     from shardrules._plan.findings import Findings
@@ -27,16 +28,16 @@ if TYPE_CHECKING:
 @options.of_step_rules
 @options.hbm(help="Memory that the step may need on a device, such as 90GB. Default: that of the "
     "devices of --on.")  # fmt: skip
-@option("--budget", type=types.SENT_BUDGET, help="Maximum bytes that a device sends in a step, "
+@option("--budget", type=options.SENT_BUDGET, help="Maximum bytes that a device sends in a step, "
     "over a mesh axis (fsdp=25GB), by a kind of collective (all-gather=20GB) or in all "
     "(total=40GB), or needs at once (peak=90GB); repeatable.")  # fmt: skip
-@option("--large", type=types.BYTES, default="16MiB",
+@option("--large", type=options.BYTES, default="16MiB",
     help="Minimum bytes on a device of a gathered array to be reported.")  # fmt: skip
 @options.fail_on
 @option("--time", is_flag=True, needs=("on",),
     help="Compile the step to its end, which takes minutes for a large one, and add the time that "
     "the compiler expects.")  # fmt: skip
-@option("--lock", type=types.FILE,
+@option("--lock", type=options.FILE,
     help="Compare the bytes that are sent, and the peak, with those in this file.")  # fmt: skip
 @option("--update-lock", is_flag=True, in_job=False, needs=("lock",),
     help="Write the file of --lock, instead of comparing with it.")  # fmt: skip
@@ -77,11 +78,9 @@ def prove(
         proof = proof._replace(findings=findings)
     if format == "json":
         print(printable_json(proof.to_json()))
-    else:
-        lines = (head_of(proof), *proof.notes, proof.program, time_shown(proof))
-        process.print_hint(format, *lines)
-        process.show_findings(proof.findings, format)
-    return process.exit_code(proof.findings, fail_on)
+        return process.exit_code(proof.findings, fail_on)
+    process.print_hint(format, head_of(proof), *proof.notes, proof.program, time_shown(proof))
+    return process.show_findings(proof.findings, format, fail_on)
 
 
 def _mesh_to_prove_on(sizes: options.Sizes, on: str | None, slices: int, axis_types: str) -> Any:

@@ -7,7 +7,8 @@ from typing import Any
 import click
 
 from shardrules._cli import options
-from shardrules._cli.options import command, option
+from shardrules._cli.options import option
+from shardrules._cli.project import command
 
 
 @command("my_package.train:small_step_on --mesh fsdp=4,tp=2")
@@ -35,5 +36,4 @@ def rehearse(
 
     with process.working("running the step"):
         findings = rehearse(step_on, mesh, rtol=rtol)
-    process.show_findings(findings, format)
-    return process.exit_code(findings, fail_on)
+    return process.show_findings(findings, format, fail_on)

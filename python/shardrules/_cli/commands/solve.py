@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardrules._cli import options, types
-from shardrules._cli.options import command, option
+from shardrules._cli import options
+from shardrules._cli.options import option
+from shardrules._cli.project import command
 
 if TYPE_CHECKING:
     from shardrules._base.hardware import Hardware
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 @options.slices
 @options.mesh(excludes=("axes",),
     help="The mesh, such as fsdp=64,tp=8. Default: the best that exists there.")  # fmt: skip
-@option("--hardware", type=types.HARDWARE, help="The devices of --mesh, without --on: v4, v5e, "
+@option("--hardware", type=options.HARDWARE, help="The devices of --mesh, without --on: v4, v5e, "
     "v5p, v6e, 7x, A100, H100, H200, B200, GB200; or a TOML file.")  # fmt: skip
 @options.axes(help="Axes of the chosen mesh, such as fsdp,tp. Default: fsdp,tp.")
 @options.rules(help="Rules that the function takes; the solution does not need any.")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from shardrules._cli import options
-from shardrules._cli.options import command, option
+from shardrules._cli.options import option
+from shardrules._cli.project import command
 
 
 @command("my_package.train:step_on --mesh fsdp=64,tp=8")

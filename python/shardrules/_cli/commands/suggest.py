@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardrules._cli import options
-from shardrules._cli.options import command
+from shardrules._cli.project import command
 
 
 @command("model.json --devices 512 > rules.toml")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._cli import options, types
-from shardrules._cli.options import command, option
+from shardrules._cli import options
+from shardrules._cli.options import option
+from shardrules._cli.project import command
 
 if TYPE_CHECKING:
     from shardrules._plan.answers import Table
@@ -26,9 +27,9 @@ _MOST_ROWS: Final = 20
     "as v5p:8x8x8, with the axes of --axes.")  # fmt: skip
 @options.slices
 @options.devices(help="Compare all meshes of this many devices; of a step by XLA for CPU.")
-@option("--axes", type=types.AXES, needs=("on", "devices"),
+@option("--axes", type=options.AXES, needs=("on", "devices"),
     help="Axes of these meshes, such as fsdp,tp.")  # fmt: skip
-@option("--try", "tries", metavar="CHOICE", type=types.TRIES, excludes=("rules",),
+@option("--try", "tries", metavar="CHOICE", type=options.TRIES, excludes=("rules",),
     help="A keyword of the function of a step, and its values, such as batch=256,512,1024 or "
     "remat=true,false; repeatable, and all are tried with all.")  # fmt: skip
 @options.memory()

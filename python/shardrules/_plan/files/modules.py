@@ -24,10 +24,12 @@ _FORM: Final = re.compile(r"(?P<module>[^\W\d][\w.]*):(?P<name>[^\W\d][\w.]*)")
 def is_module_form(text: str) -> bool:
     """Say whether the text has the form `package.module:name`, and no file has this name.
 
-    A single letter before the colon is a drive of Windows.
+    A single letter before the colon may be a drive of Windows, if a file's suffix follows.
     """
     form = _FORM.fullmatch(text)
-    return form is not None and len(form["module"]) > 1 and not Path(text).exists()
+    if form is None or (len(form["module"]) == 1 and "." in form["name"]):
+        return False
+    return not Path(text).exists()
 
 
 def file_name(path: Any, parameter: str = "path") -> str:
