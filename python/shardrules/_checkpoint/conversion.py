@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardrules._base.dtypes import is_inexact
 from shardrules._checkpoint.layouts import Form, Shape
 from shardrules._checkpoint.targets import Target
 
@@ -29,29 +28,6 @@ def dtype_on_devices(dtype: str) -> np.dtype[Any]:
     return np.dtype(jax.dtypes.canonicalize_dtype(numpy_dtype(dtype)))
 
 
-@cache
-def _largest(dtype: np.dtype[Any]) -> float:
-    """Return the largest value of numbers; 0 for flags and codes of less than a byte."""
-    import ml_dtypes
-
-    if dtype.kind in "iu":
-        return int(np.iinfo(dtype).max)
-    if dtype.kind == "c":
-        dtype = np.dtype(f"f{dtype.itemsize // 2}")
-    finfo: Any = ml_dtypes.finfo
-    return float(finfo(dtype).max) if is_inexact(dtype) else 0
-
-
-def _narrows(before: Any, after: Any) -> bool:
-    """Return whether an array of one dtype may lose values in the other."""
-    if jnp.issubdtype(before, jax.dtypes.extended):
-        return False
-    old, new = np.dtype(before), np.dtype(after)
-    if old.kind in "iu" and new.kind in "iu":
-        return not np.can_cast(old, new)
-    return (_largest(new) or np.inf) < _largest(old)
-
-
 def _with_loss(values: Any, dtype: Any) -> tuple[Any, Any]:
     """Return numpy's or JAX's values in this dtype; and, as `cast`, whether one got lost."""
     if values.dtype == dtype:
@@ -59,10 +35,11 @@ def _with_loss(values: Any, dtype: Any) -> tuple[Any, Any]:
     xp: Any = jnp if isinstance(values, jax.Array) else np
     with np.errstate(over="ignore", invalid="ignore"):
         result = values.astype(dtype)
-    if not _narrows(values.dtype, dtype):
+    if np.can_cast(values.dtype, dtype):
         return result, None
     if np.dtype(dtype).kind in "iu":
-        return result, (result.astype(values.dtype) != values).any()
+        is_other = (result.astype(values.dtype) != values) | ((result < 0) != (values < 0))
+        return result, is_other.any()
     # Some finite values are rounded to the largest, and infinite ones stay what they are.
     return result, (xp.isfinite(values) & ~xp.isfinite(result)).any()
 

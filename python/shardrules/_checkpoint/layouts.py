@@ -18,7 +18,7 @@ Box = tuple[Span, ...]
 Groups = tuple[tuple[str, ...], ...]
 """Per dimension the axes that it consists of, the slowest first."""
 
-_TOKEN: Final = re.compile(r"\(|\)|[A-Za-z_]\w*|\S")
+_DIMENSION: Final = re.compile(r"\([^()]*\)|[^()\s]+|\S")
 
 
 @lru_cache(maxsize=4096)
@@ -88,28 +88,15 @@ def arrangement(text: str | None) -> Arrangement:
 
 
 def _axis_groups(text: str, side: str) -> Groups:
-    groups: list[tuple[str, ...]] = []
-    opened: list[str] | None = None
-    for token in _TOKEN.findall(side):
-        if token == "(" and opened is None:
-            opened = []
-        elif token == ")" and opened:
-            groups.append(tuple(opened))
-            opened = None
-        elif token == "1" and opened is None:
-            groups.append(())
-        elif not token.isidentifier():
+    dims = _DIMENSION.findall(side)
+    groups = tuple(tuple(dim.strip("()").split()) if dim != "1" else () for dim in dims)
+    for dim, group in zip(dims, groups, strict=True):
+        if dim != "1" and not (group and all(map(str.isidentifier, group))):
             raise ValueError(
-                f"dims {text!r}: {token!r} is in the wrong place; write the names of axes, those "
-                "of one dimension in parentheses, or 1"
+                f"dims {text!r}: {dim!r} is no dimension; write the names of axes, those of one "
+                "dimension in parentheses, or 1"
             )
-        elif opened is None:
-            groups.append((token,))
-        else:
-            opened.append(token)
-    if opened is not None:
-        raise ValueError(f"dims {text!r}: a parenthesis is not closed")
-    return tuple(groups)
+    return groups
 
 
 class Form(NamedTuple):

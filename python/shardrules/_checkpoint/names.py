@@ -18,10 +18,6 @@ _TOKEN: Final = re.compile(r"\{\{|\}\}|\{[^{}]*\}|[{}]|[^{}]+")
 _FIELD: Final = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:(?P<many>\*)|:(?P<words>.*))?", re.DOTALL)
 # A number of more digits is none of a layer or an expert.
 _MOST_DIGITS: Final = 9
-# Of texts of any length, those of several fields could take hours to be told apart.
-_MOST_TEXT: Final = 255
-_MOST_FREE: Final = 2
-"""In one part of a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +27,7 @@ class Rename:
     A field in braces stands for what differs: `{layer}` for a part of a name, or a piece of one,
     without `.` and `/`; `{part:gate|up}` for one of these words; `{rest*}` for one or more whole
     parts, which get the separators of the template in which they are written, if it has any.
-    `{{` is a brace. A name that can be read in two ways, as `a_b_c` by `{x}_{y}`, is an error.
+    A part has one field at most, so a name can be read in one way. `{{` is a brace.
 
     The first record whose template is the whole of a name counts. A name that none finds stays.
     One list serves `load` and `reshard`, and, backwards, `save`.
@@ -122,14 +118,6 @@ class Field(NamedTuple):
     is_many: bool
     """Whether it is whole parts."""
 
-    def regex(self, words: Sequence[str], lazy: str) -> str:
-        """Return the regex of its texts, where it has these words; as short as can be if lazy."""
-        if words:
-            in_order = sorted(words, key=len, reverse=not lazy)
-            return f"(?P<{self.name}>{'|'.join(map(re.escape, in_order))})"
-        many = f"[^./](?:.*{lazy}[^./])?{lazy}"
-        return f"(?P<{self.name}>{many if self.is_many else f'[^./]{{1,{_MOST_TEXT}}}{lazy}'})"
-
 
 class Template:
     """A name with fields."""
@@ -150,25 +138,26 @@ class Template:
             self._pieces.append(added)
         if sum(each.is_many for each in self.fields.values()) > 1:
             raise ValueError(f"{keyword} {text!r} has two fields with a *; one may have it")
-        texts = "".join(piece for piece in self._pieces if isinstance(piece, str))
-        free = "".join(
-            piece if isinstance(piece, str) else "{" * (not piece.words) for piece in self._pieces
+        marked = "".join(
+            piece.replace("{", "") if isinstance(piece, str) else "{" for piece in self._pieces
         )
-        if any(part.count("{") > _MOST_FREE for part in re.split("[./]", free)):
+        self.separator = next((each for each in "/." if each in marked), "")
+        if any(part.count("{") > 1 for part in re.split("[./]", marked)):
             raise ValueError(
-                f"{keyword} {text!r} has three fields of any text in a part; give words of one, as "
-                "in {part:gate|up}"
+                f"{keyword} {text!r} has two fields in a part; write a Rename for each word of one"
             )
-        self.separator = next((each for each in "/." if each in texts), "")
-        self.start = self._pieces[0] if self._pieces and isinstance(self._pieces[0], str) else ""
 
-    def regex(self, words: Mapping[str, Sequence[str]], lazy: str = "") -> re.Pattern[str]:
+    def regex(self, words: Mapping[str, Sequence[str]]) -> re.Pattern[str]:
         """Return the regex of names, where fields have these words."""
-        pieces = (
-            re.escape(piece) if isinstance(piece, str) else piece.regex(words[piece.name], lazy)
-            for piece in self._pieces
-        )
-        return re.compile("".join(pieces), re.DOTALL)
+        texts = []
+        for piece in self._pieces:
+            if isinstance(piece, str):
+                texts.append(re.escape(piece))
+                continue
+            any_text = "[^./](?:.*[^./])?" if piece.is_many else "[^./]+"
+            inner = "|".join(map(re.escape, words[piece.name])) or any_text
+            texts.append(f"(?P<{piece.name}>{inner})")
+        return re.compile("".join(texts), re.DOTALL)
 
     def filled(self, values: Mapping[str, str]) -> str:
         """Return the name with these texts in the fields."""
@@ -279,7 +268,6 @@ class DirectedRename:
             for key, field in found.fields.items()
         }
         self._search = found.regex(self._words).fullmatch
-        self._search_lazily = found.regex(self._words, "?").fullmatch
         dims = arrangement(rename.dims)
         self.dims = Arrangement(*dims[::-1]) if is_back else dims
         # The axes along which arrays are stacked, and along which one is taken apart.
@@ -288,19 +276,8 @@ class DirectedRename:
 
     def values(self, name: str) -> dict[str, str] | None:
         """Return the texts of the fields; None for a name that it does not find."""
-        if not name.startswith(self._found.start):
-            return None
         match = self._search(name)
         return None if match is None else match.groupdict()
-
-    def check_clear(self, name: str, values: Mapping[str, str]) -> None:
-        """Check that the name can be read in one way: fields as long, or as short, as can be."""
-        match = self._search_lazily(name)
-        if match is not None and match.groupdict() != values:
-            raise MisfitError(
-                f"{self.text!r} can be read in it as {dict(values)}, and as {match.groupdict()}; "
-                "give words of a field, as in {part:gate|up}"
-            )
 
     def words(self, axis: str) -> tuple[str, ...]:
         """Return the words of an axis along which it stacks, or takes apart."""

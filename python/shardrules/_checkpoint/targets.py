@@ -163,7 +163,6 @@ def _found_parts(
                 parts_by_path[name].append(_Found(name, None, *_as_it_is(array.shape), {}))
                 continue
             try:
-                record.check_clear(name, values)
                 for path, part in _parts_of_array(name, array.shape, record, values):
                     if record.is_back and not record.rename.shared:
                         _check_back(record, values, name, path, forward)
@@ -227,7 +226,6 @@ def _check_back(
     for again in forward:
         texts = None if again.rename.shared else again.values(name)
         if texts is not None:
-            again.check_clear(name, texts)
             part = record.positions(values)
             if again.rename is not record.rename or again.path(texts, part) != path:
                 raise MisfitError(
