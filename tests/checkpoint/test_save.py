@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._checkpoint import saving
 
 SPECS = [P(), P("a"), P(None, "b"), P("a", "b"), P(("b", "a")), P(None, None, "a"), P("b", None, "a")]
 
@@ -42,9 +43,7 @@ def test_each_cut_is_written_to_its_place(tmp_path, spec, dtype):
 
 
 @pytest.mark.parametrize("dtype", [">f4", ">i8", "<f4", ">c8"])
-def test_safetensors_reads_the_files_and_another_byte_order_is_written_as_it_means(tmp_path, monkeypatch, dtype):
-    pwrite = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda file, data, place: pwrite(file, data[:7], place))
+def test_safetensors_reads_the_files_and_another_byte_order_is_written_as_it_means(tmp_path, dtype):
     tree = {"a.weight": np.ones((2, 3), "float32"), "k": np.arange(4).astype(dtype)}
     sr.save(tree, tmp_path / "m", shard_bytes=24)
     files = sorted((tmp_path / "m").glob("*-of-00002.safetensors"))
@@ -93,15 +92,15 @@ def test_a_path_that_is_none(tmp_path):
 
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, at):
-    calls, pwrite = [], os.pwrite
+    calls, write = [], saving._write_box
 
     def full(*arguments):
         calls.append(arguments)
         if len(calls) > at:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return pwrite(*arguments)
+        return write(*arguments)
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(saving, "_write_box", full)
     with pytest.raises(sr.FileError, match="No space left"):
         sr.save({c: np.ones(4) for c in "abc"}, tmp_path / "m", shard_bytes=32)
     assert not os.listdir(tmp_path)
@@ -177,8 +176,8 @@ def killed_at(number):
             step()
             return call(*arguments, **more)
         return function
-    for name in ("pwrite", "fsync", "rename", "mkdir"):
-        setattr(os, name, wrapped(getattr(os, name)))
+    for owner, name in ((saving, "_write_box"), (os, "fsync"), (os, "rename"), (os, "mkdir")):
+        setattr(owner, name, wrapped(getattr(owner, name)))
     folder = os.path.dirname(path)
     sys.addaudithook(lambda event, of: event == "open" and folder in str(of[0]) and step())
     save()

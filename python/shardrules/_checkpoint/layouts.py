@@ -137,15 +137,6 @@ class Form(NamedTuple):
             values = xp.broadcast_to(values.reshape(once), sizes)
         return values.reshape(self.target)
 
-    def strides(self) -> Shape:
-        """Return the elements between neighbours in the array, of each axis of the result."""
-        of_axes = [
-            stride * prod(axes[i + 1 :])
-            for stride, axes in zip(row_major(self.shape), self.axes, strict=True)
-            for i in range(len(axes))
-        ]
-        return tuple(0 if axis < 0 else of_axes[axis] for axis in self.order)
-
 
 @lru_cache(maxsize=4096)
 def plain_form(shape: Shape) -> Form:
@@ -179,61 +170,49 @@ def form_of(
 
 
 class Block(NamedTuple):
-    """What is read of an array for a box of the result of its form."""
+    """What is read, or written, of an array for a box of the result of its form."""
 
-    offset: int
-    """Where it begins in the region, in elements."""
     begins: npt.NDArray[np.int64]
-    """Where its ranges begin, in bytes from there."""
+    """Where its ranges begin, in bytes from the begin of the region, in the order of the array."""
     size: int
     """The bytes of each."""
-    lengths: Shape
-    """Of each axis of the result."""
-    strides: Shape
-    """The bytes between neighbours in memory, of each axis."""
-    shape: Shape
-    """Its shape in the result."""
+    form: Form
+    """How what is read becomes that of the result."""
     inside: tuple[slice, ...]
     """Where in it the box is."""
 
 
 @lru_cache(maxsize=1024)
 def block_of(form: Form, box: Box, item: int) -> Block:
-    """Return what is read, into memory of its own, in the order of the file.
+    """Return what is read, into memory of its own.
 
     Whole rows are read of a dimension that consists of several axes, if the box has several.
     """
     of_dims = [_spans(*span, axes) for span, axes in zip(box, form.target_axes, strict=True)]
-    spans = [span for spans in of_dims for span in spans]
-    lengths, strides = tuple(high - low for low, high in spans), form.strides()
-    axes = [axis for axis, stride in enumerate(strides) if stride and lengths[axis] > 1]
-    size, in_memory = item, [0] * len(lengths)
-    outer: list[int] = []
-    for axis in sorted(axes, key=strides.__getitem__):
-        if outer or strides[axis] * item != size:
-            outer.append(axis)
+    span_of = dict(zip(form.order, (span for spans in of_dims for span in spans), strict=True))
+    steps = [
+        stride * prod(axes[i + 1 :]) * item
+        for stride, axes in zip(row_major(form.shape), form.axes, strict=True)
+        for i in range(len(axes))
+    ]
+    begins, size = np.zeros(1, np.int64), item
+    lengths: list[int] = []
+    for axis, step in reversed([*enumerate(steps)]):
+        low, high = span_of[axis]
+        lengths.insert(0, high - low)
+        if len(begins) == 1 and (step == size or high - low == 1):
+            size *= high - low
+            begins = begins + low * step
         else:
-            in_memory[axis] = size
-            size *= lengths[axis]
-    begins, step = np.zeros(1, np.int64), size
-    for axis in outer:
-        begins = (np.arange(lengths[axis]) * strides[axis] * item)[:, None] + begins
-        begins = begins.reshape(-1)
-        in_memory[axis] = step
-        step *= lengths[axis]
+            begins = ((np.arange(low, high) * step)[:, None] + begins).reshape(-1)
     firsts = (
         sum(low * by for (low, _), by in zip(spans, row_major(sizes), strict=True))
         for spans, sizes in zip(of_dims, form.target_axes, strict=True)
     )
-    return Block(
-        sum(low * stride for (low, _), stride in zip(spans, strides, strict=True)),
-        begins,
-        size,
-        lengths,
-        tuple(in_memory),
-        tuple(prod(high - low for low, high in spans) for spans in of_dims),
-        tuple(slice(a - first, b - first) for (a, b), first in zip(box, firsts, strict=True)),
-    )
+    lengths_there = tuple(tuple(high - low for low, high in spans) for spans in of_dims)
+    inside = tuple(slice(a - n, b - n) for (a, b), n in zip(box, firsts, strict=True))
+    region = Form((), (), (tuple(lengths),), form.order, lengths_there)
+    return Block(begins, size, region, inside)
 
 
 def _spans(begin: int, end: int, sizes: Shape) -> tuple[Span, ...]:

@@ -7,10 +7,10 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import jax
 import numpy as np
@@ -30,10 +30,11 @@ from shardrules._checkpoint.conversion import (
 from shardrules._checkpoint.layouts import (
     Box,
     Shape,
+    block_of,
     box_of,
     box_shape,
     hull_of,
-    row_major,
+    plain_form,
     slices_in,
     whole_box,
 )
@@ -284,7 +285,8 @@ class _File:
         with open(folder / (self.name + _PART), "r+b") as file:
             for entry, begin in zip(self.entries, self._ends, strict=False):
                 for box, values in _own_boxes(entry.make(), first):
-                    _write_box(file.fileno(), begin, entry.shape, box, values)
+                    _write_box(file, begin, entry.shape, box, values)
+            file.flush()
             os.fsync(file.fileno())
 
 
@@ -315,23 +317,14 @@ def _own_boxes(leaf: Any, first: bool) -> Iterator[tuple[Box, Any]]:
     yield hull, joined
 
 
-def _write_box(file: int, start: int, shape: Shape, box: Box, values: Any) -> None:
+def _write_box(file: BinaryIO, start: int, shape: Shape, box: Box, values: Any) -> None:
     """Write each run of neighbours to its place."""
-    if not values.size:
-        return
-    # The dimensions from here on are whole, but for the first of them.
-    dim = len(shape)
-    while dim and (dim == len(shape) or values.shape[dim] == shape[dim]):
-        dim -= 1
-    strides = [stride * values.itemsize for stride in row_major(shape)]
-    origin = start + sum(begin * by for (begin, _), by in zip(box, strides, strict=True))
-    data = memoryview(values.reshape(-1).view(np.uint8))
-    run = prod(values.shape[dim:]) * values.itemsize
-    for number, at in enumerate(product(*map(range, values.shape[:dim]))):
-        place = origin + sum(i * stride for i, stride in zip(at, strides, strict=False))
-        rest = data[number * run : (number + 1) * run]
-        while rest:
-            rest = rest[os.pwrite(file, rest, place + run - len(rest)) :]
+    if values.size:
+        begins, size, *_ = block_of(plain_form(shape), box, values.itemsize)
+        data = memoryview(values.reshape(-1).view(np.uint8))
+        for number, begin in enumerate(begins.tolist()):
+            file.seek(start + begin)
+            file.write(data[number * size : (number + 1) * size])
 
 
 def _publish(folder: Path, target: Path, files: list[_File]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -46,6 +46,7 @@ _THREADS: Final = 16
 _UNITS: Final = 4 * _THREADS
 # Bytes of an array by which processes see that they have the same files.
 _SAMPLE: Final = 64
+_AT_ONCE: Final = np.zeros(1, np.int64)
 # What lets the CPU backend use a buffer as it is.
 _ALIGNED: Final = 64
 # JAX cuts smaller arrays, which is faster than to do it here.
@@ -208,23 +209,15 @@ def _read_at(file: io.BufferedReader, begin: int, into: memoryview) -> int:
 def _read_remote(file: RemoteFile, ranges: Ranges, memory: npt.NDArray[np.uint8]) -> None:
     """Read ranges of another machine at once, those that are near one another as one."""
     begins, ends = ranges.begins, ranges.begins + ranges.sizes
-    spans: list[slice] = []
-    first = 0
-    for i in range(1, len(begins) + 1):
-        is_near = (
-            i < len(begins)
-            and begins[i] - ends[i - 1] <= _REMOTE_GAP
-            and ends[i] - begins[first] <= _READ
-        )
-        if not is_near:
-            spans.append(slice(first, i))
-            first = i
-    starts = [int(begins[span.start]) for span in spans]
-    parts = file.ranges(starts, [int(ends[span.stop - 1]) for span in spans])
-    for span, start, part in zip(spans, starts, parts, strict=True):
-        data = np.frombuffer(part, np.uint8)
-        for begin, size, place in zip(*(column[span].tolist() for column in ranges), strict=True):
-            memory[place : place + size] = data[begin - start : begin - start + size]
+    is_far = (begins[1:] - ends[:-1] > _REMOTE_GAP) | (np.diff(begins // _READ) > 0)
+    first = np.flatnonzero(np.concatenate([[True], is_far]))
+    starts = begins[first]
+    parts = file.ranges(starts.tolist(), np.maximum.reduceat(ends, first).tolist())
+    data = [np.frombuffer(part, np.uint8) for part in parts]
+    number = np.concatenate([[0], np.cumsum(is_far)])
+    columns = (number, begins - starts[number], ranges.sizes, ranges.places)
+    for i, at, size, place in zip(*(column.tolist() for column in columns), strict=True):
+        memory[place : place + size] = data[i][at : at + size]
 
 
 class Job(NamedTuple):
@@ -306,9 +299,8 @@ class _View(NamedTuple):
 
     def of(self, memory: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
         """Return those that fill the box."""
-        values, block = _typed(memory, self.place, self.dtype), self.block
-        values = np.lib.stride_tricks.as_strided(values, block.lengths, block.strides)
-        return values.reshape(block.shape)[block.inside]
+        values = self.block.form.arranged(np, _typed(memory, self.place, self.dtype))
+        return values[self.block.inside]  # type: ignore[no-any-return]
 
 
 def _typed(memory: npt.NDArray[np.uint8], place: slice, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -326,8 +318,8 @@ class _Unit:
         self.makes: list[Callable[[npt.NDArray[np.uint8]], npt.NDArray[Any]]] = []
         self.bytes = 0
         self._jobs, self._arrays = jobs, arrays
-        self._single: dict[StoredFile, list[list[int]]] = defaultdict(list)
-        self._many: dict[StoredFile, list[Ranges]] = defaultdict(list)
+        # By file: (a place in it, where ranges begin from there, the bytes of each, where they go).
+        self._reads: dict[StoredFile, list[tuple[int, Any, int, int]]] = defaultdict(list)
         self._beside = 0
 
     @property
@@ -350,43 +342,39 @@ class _Unit:
         self.makes.append(partial(_assembled, job, box, views))
 
     def _add_whole(self, dtype: np.dtype[Any], array: ArraySpec) -> None:
-        place = self._room()
-        self.bytes = place + prod(array.shape) * dtype.itemsize
-        if array.file is not None:
-            self._single[array.file].append([array.begin, self.bytes - place, place])
-        self.makes.append(partial(_whole, slice(place, self.bytes), dtype, array.shape))
-
-    def _room(self) -> int:
-        """Return where the next memory begins."""
-        return -(-self.bytes // _ALIGNED) * _ALIGNED
+        place = self._read(array, 0, _AT_ONCE, prod(array.shape) * dtype.itemsize)
+        self.makes.append(partial(_whole, place, dtype, array.shape))
 
     def _view(self, part: Part, block: Block, filled: Box) -> _View:
         """Read a block into memory of its own."""
         array = self._arrays[part.source]
         dtype = numpy_dtype(array.dtype)
-        begins, size, place = block.begins, block.size, self._room()
-        self.bytes = place + len(begins) * size
         offset = sum(s * by for s, by in zip(part.starts, row_major(part.form.shape), strict=True))
-        first = array.begin + (offset + block.offset) * dtype.itemsize
+        place = self._read(array, offset * dtype.itemsize, block.begins, block.size)
+        return _View(place, dtype, block, filled)
+
+    def _read(self, array: ArraySpec, offset: int, begins: Any, size: int) -> slice:
+        """Read ranges of an array; returns their place in memory."""
+        place = -(-self.bytes // _ALIGNED) * _ALIGNED
+        self.bytes = place + len(begins) * size
         assert array.file is not None
-        if len(begins) == 1:
-            self._single[array.file].append([first, size, place])
-        else:
-            places = np.arange(len(begins)) * size + place
-            sizes = np.full(len(begins), size)
-            self._many[array.file].append(Ranges(begins + first, sizes, places))
-        return _View(slice(place, self.bytes), dtype, block, filled)
+        if size:
+            self._reads[array.file].append((array.begin + offset, begins, size, place))
+        return slice(place, self.bytes)
 
     def ranges(self) -> Iterator[tuple[StoredFile, Ranges]]:
         """Yield, in parts, what is read of each file."""
-        for file in {**self._single, **self._many}:
-            tables = self._many[file]
-            if rows := [row for row in self._single[file] if row[1]]:
-                tables = [*tables, Ranges(*np.array(rows, np.int64).T)]
-            if tables:
-                joined = Ranges(*map(np.concatenate, zip(*tables, strict=True)))
-                for share in joined.in_order().shares():
-                    yield file, share
+        for file, rows in self._reads.items():
+            firsts, begins, sizes, places = zip(*rows, strict=True)
+            counts = [len(each) for each in begins]
+            first, size, place, start = (
+                np.repeat(np.array(column, np.int64), counts)
+                for column in (firsts, sizes, places, [0, *accumulate(counts[:-1])])
+            )
+            within = (np.arange(len(size)) - start) * size
+            joined = Ranges(np.concatenate(begins) + first, size, place + within)
+            for share in joined.in_order().shares():
+                yield file, share
 
     def memory(self) -> npt.NDArray[np.uint8]:
         """Return the memory: the system gives one large piece faster than many."""
