@@ -344,7 +344,7 @@ OF_COMMANDS = {
     "a step alone": (lambda: step_command("users_step:bare"), "(a PjitFunction)", "write return step, (plan, batch), plan"),
     "arguments one by one": (lambda: step_command("users_step:flat"), "(PjitFunction, Plan, NoneType)", "where arguments is a tuple", "write return step, (plan, batch), plan"),
     "files without their options": (lambda: command("check", "model.json", "rules.toml", "tp=2"), "Missing option '-r'", "check model.json -r rules.toml -m fsdp=8,tp=4"),
-    "no such level": (lambda: command("check", "model.json", "-r", "own.toml", "-m", "tp=2", "--level", "dead=fatal"), "'fatal'", "error, warning, info, off"),
+    "no such level": (lambda: command("check", "model.json", "-r", "own.toml", "-m", "tp=2", "--level", "dead=fatal"), "'fatal'", "one of 'error', 'warning', 'info', 'off'"),
     "a lock that is not there": (lambda: command("diff", "plan.lock", "model.json", "-r", "own.toml", "-m", "tp=2"), "plan.lock: no such file", "shardrules plan --lock plan.lock"),
     "a lock of a step that is not there": (lambda: command("prove", "users_step:step_on", "-m", "tp=2", "--lock", "s.lock"), "s.lock: no such file", "--update-lock"),
     "a model to prove": (lambda: command("prove", "model.json", "-m", "tp=2"), "not the name of an object", "write package.module:name"),
@@ -355,10 +355,10 @@ OF_COMMANDS = {
     "a misspelt path to explain": (lambda: command("explain", "model.json", "wqq", "-r", "own.toml", "-m", "tp=2"), "'wqq'", "near it: layers/0/wq"),
     "a table of pyproject": (lambda: command("check", project='[tool.shardrules.jobs.a]\nmodel = "model.json"'), "there are no jobs", "write [jobs.NAME]"),
     "a job that is not there": (lambda: command("check", "--job", "b", project='[jobs.a]\nmodel = "model.json"'), "'b'", "a"),
-    "no job of a command": (lambda: command("prove", project='[jobs.a]\nmodel = "model.json"'), "no job is for prove", "needs function"),
+    "no job of a command": (lambda: command("prove", project='[jobs.a]\nmodel = "model.json"'), "there is no job for prove", "needs function; there are a"),
     "no table": (lambda: command("check", project='[jobs.a\nmodel = "model.json"'), "not TOML", "line 1"),
     "a misspelt key of a project": (lambda: command("check", project='[jobs.a]\nmodel = "model.json"\nmeshh = "tp=2"'), "job a", "'meshh' is unknown", "did you mean 'mesh'"),
-    "a number as mesh of a project": (lambda: command("check", project='[jobs.a]\nmodel = "model.json"\nmesh = 8'), "mesh is 8", "{ fsdp = 8, tp = 4 }"),
+    "a number as mesh of a project": (lambda: command("check", project='[jobs.a]\nmodel = "model.json"\nrules = "own.toml"\nmesh = 8'), "'8' is not an axis", "write it as tp=4"),
 }  # fmt: skip
 # Arguments in another order, where functions of several orders live side by side.
 OF_ORDERS = {
