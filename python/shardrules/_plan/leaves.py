@@ -124,11 +124,12 @@ class Leaves:
         return {path: row for row, path in enumerate(self.paths)}
 
     @cached_property
-    def flat(self) -> tuple[list[int], Any]:
+    def flat(self) -> tuple[npt.NDArray[np.int64], Any]:
         """The rows in the order of JAX's own flattening, and its structure."""
         from jax import tree_util
 
-        return tree_util.tree_flatten(self.tree)
+        rows, structure = tree_util.tree_flatten(self.tree)
+        return np.array(rows, np.int64), structure
 
     @cached_property
     def path_rules(self) -> Rules | None:

@@ -164,7 +164,7 @@ class Computation:
     @property
     def counts(self) -> tuple[int, int]:
         """Numbers of parameters and of results."""
-        header = self._text[self.begin : self._text.find(" {\n", self.begin)]
+        header = self._text[self.begin : self._text.find("\n", self.begin)]
         parameters, _, results = header.partition(") -> ")
         return parameters.count("["), results.count("[")
 
@@ -184,7 +184,8 @@ def _instruction(line: re.Match[str]) -> Instruction:
 
 def with_whole_lines(text: str) -> str:
     """Put each instruction on one line."""
-    return _BROKEN.sub("", text) if text.rfind("={\n") >= 0 else text
+    is_broken = text.rfind(" custom-call(") >= 0 and text.rfind("={\n") >= 0
+    return _BROKEN.sub("", text) if is_broken else text
 
 
 def line_at(text: str, position: int) -> str:

@@ -321,7 +321,9 @@ def states(executable: Executable, inputs: Any, outputs: Any) -> list[State]:
     plans = executable.inputs.plans_of(inputs)
     pairs = zip(executable.inputs.subtrees, plans, strict=True)
     subtrees = enumerate(_Subtree(*subtree, plan) for subtree, plan in pairs)
-    arguments = {place: tree for place, tree in subtrees if taken.isdisjoint(tree.leaves)}
+    arguments = {
+        place: tree for place, tree in subtrees if not taken or taken.isdisjoint(tree.leaves)
+    }
     side = executable.outputs
     output = _Subtree(side.treedef, range(side.treedef.num_leaves), outputs)
     if returned := _matched(executable, arguments, [output]):
@@ -334,6 +336,8 @@ def states(executable: Executable, inputs: Any, outputs: Any) -> list[State]:
 def _updated_state(executable: Executable) -> Iterator[State]:
     """Yield the arguments that the call changes in place."""
     updates = executable.call.updates
+    if not updates:
+        return
     first = len(executable.outputs.leaves) - len(updates)
     output_of = {leaf: first + number for number, (leaf, _) in enumerate(updates)}
     for _, argument in executable.inputs.subtrees:
@@ -369,11 +373,14 @@ def _evidence(executable: Executable, argument: _Subtree, output: _Subtree) -> E
     if not argument.leaves or argument.treedef != output.treedef:
         return None
     inputs, outputs = executable.inputs, executable.outputs
-    if at(inputs.shapes, argument.leaves) != at(outputs.shapes, output.leaves):
-        return None
+    # JAX has the same value for arrays of a shape and dtype, and compares it in no time.
+    has_dtypes = at(inputs.leaves, argument.leaves) == at(outputs.leaves, output.leaves)
+    if not has_dtypes:
+        if at(inputs.shapes, argument.leaves) != at(outputs.shapes, output.leaves):
+            return None
+        has_dtypes = at(inputs.dtypes, argument.leaves) == at(outputs.dtypes, output.leaves)
     # The structure of an array alone says nothing.
     is_tree = argument.treedef.num_nodes > 1
-    has_dtypes = at(inputs.dtypes, argument.leaves) == at(outputs.dtypes, output.leaves)
     if (is_tree or has_dtypes) and any(at(executable.donated, argument.leaves)):
         return "donated"
     if is_tree and argument.plan is not None and _are_same(argument.plan, output.plan):

@@ -19,7 +19,6 @@ import numpy.typing as npt
 from shardrules._base.io import collector_paused
 from shardrules._base.text import Place, record
 from shardrules._program.computation import (
-    HEADER,
     NAME,
     OPCODE,
     Computation,
@@ -101,22 +100,24 @@ class Hlo:
         self._fusions: dict[str, tuple[str, Instruction] | None] = {}
 
     def has(self, words: str) -> bool:
-        """Say whether words are in the text; Python looks for them from the end in less time."""
-        return self.text.rfind(words) >= 0
+        """Say whether words are behind the head, which takes least time from the end."""
+        return self.text.rfind(words, len(self._head)) >= 0
 
     def __getitem__(self, computation: str) -> Computation:
         return self.computations[computation]
 
     @cached_property
     def computations(self) -> dict[str, Computation]:
-        ends, end = [], len(self.text)
-        while (end := self.text.rfind("\n}", 0, end)) >= 0:
+        ends, end, after = [], len(self.text), len(self._head)
+        while (end := self.text.rfind("\n}", after, end)) >= 0:
             ends.append(end)
-        computations, after = {}, 0
+        computations = {}
         for end in reversed(ends):
-            header = self.text.find(" {\n", after, end)
-            if header >= 0:
-                begin = self.text.rfind("\n", after, header) + 1
+            # Much faster than a search for the end of a header, which may be long.
+            begin, line = after, self.text.find("\n", after, end)
+            while line >= 0 and not self.text.startswith(" {", line - 2):
+                begin, line = line + 1, self.text.find("\n", line + 1, end)
+            if line >= 0:
                 computation = Computation(self.text, begin, end)
                 computations[computation.name] = computation
             after = end + 2
@@ -137,23 +138,24 @@ class Hlo:
     @cached_property
     def aliases(self) -> dict[int, int]:
         """Number of the parameter whose memory an output takes, by index of the output."""
-        begin = self._head.find("input_output_alias={")
-        if begin < 0:
-            return {}
-        pairs = _ALIAS.findall(self._head, begin, self._head.find(") }", begin) + 1)
+        pairs = _ALIAS.findall(self._aliases)
         return {int(output or 0): int(parameter) for output, parameter in pairs}
 
     @cached_property
+    def _aliases(self) -> str:
+        begin = self._head.find("input_output_alias={")
+        return "" if begin < 0 else self._head[begin : self._head.find(") }", begin) + 1]
+
+    @property
     def alias_count(self) -> int:
         """Number of outputs that take the memory of a parameter."""
-        return self._head.count("-alias)")
+        return self._aliases.count(":")
 
     @cached_property
     def entry(self) -> str:
         """Name of the entry computation."""
-        begin = self.text.rfind("\nENTRY ") + 1
-        header = HEADER.match(self.text, begin)
-        return header[1] if begin and header else ""
+        entries = (x.name for x in self._in_order if self.text.startswith("ENTRY ", x.begin))
+        return next(entries, "")
 
     @cached_property
     def collectives(self) -> tuple[CollectiveOp, ...]:
@@ -284,7 +286,7 @@ class Hlo:
         for attribute in (" replica_groups=", " source_target_pairs="):
             # A search for a fixed string is much faster than one for a pattern.
             position = len(self.text)
-            while (position := self.text.rfind(attribute, 0, position)) >= 0:
+            while (position := self.text.rfind(attribute, len(self._head), position)) >= 0:
                 line = self.text.rfind("\n", 0, position)
                 opcode = OPCODE.search(self.text, line)
                 if opcode and (match := _COLLECTIVE.match(self.text, opcode.start())):

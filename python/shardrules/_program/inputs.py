@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 from jax import tree_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -147,7 +148,7 @@ class _SideTargets:
     def _of_plan(self, at: str, plan: Plan, treedef: Any) -> list[PlannedSharding]:
         rows, structure = plan._leaves.flat
         if structure != treedef:
-            rows = self._rows_by_paths(at, plan, treedef)
+            rows = np.array(self._rows_by_paths(at, plan, treedef), np.int64)
         kinds = plan.kind_of[rows].tolist()
         begin = len(self.targets)
         shapes = self._side.shapes[begin : begin + treedef.num_leaves]

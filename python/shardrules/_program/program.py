@@ -259,8 +259,8 @@ class Program:
 
 def batches(targets: Sequence[PlannedSharding | None], carried: Sequence[State]) -> list[int]:
     """List the leaves of the inputs that are neither states nor planned by a plan."""
-    of_states = {leaf for state in carried for leaf in state.inputs}
-    rest = (leaf for leaf, x in enumerate(targets) if x is None or not x.is_of_plan)
+    rest = [leaf for leaf, x in enumerate(targets) if x is None or not x.is_of_plan]
+    of_states = {leaf for state in carried for leaf in state.inputs} if rest else ()
     return [leaf for leaf in rest if leaf not in of_states]
 
 

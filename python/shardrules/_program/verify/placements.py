@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from shardrules._base.rule_specs import in_memory_shown
 from shardrules._base.text import bytes_shown, counted, printable
@@ -50,6 +51,7 @@ _SMALL: Final = 2**16
 _RETURNED: Final = 0.01
 """Share of the states' bytes, above which other results are told."""
 _Texts = tuple[Any, Any]
+_Rows = npt.NDArray[np.int64]
 
 
 def _placed_by(library: Library, what: str) -> str:
@@ -66,7 +68,7 @@ def _placed_by(library: Library, what: str) -> str:
     return f"{inside}, as by jax.lax.with_sharding_constraint(arrays, plan.shardings())"
 
 
-def _pairs(firsts: Sequence[Any], seconds: Sequence[Any]) -> Iterator[tuple[Any, Any, list[int]]]:
+def _pairs(firsts: Sequence[Any], seconds: Sequence[Any]) -> Iterator[tuple[Any, Any, _Rows]]:
     """Yield pairs of objects without None, most of which are the same few, and where they are."""
     # By address: `id` is slow once anybody, such as filelock, listens to audit events.
     sides = (np.fromiter(side, object, len(side)).tobytes() for side in (firsts, seconds))
@@ -77,7 +79,7 @@ def _pairs(firsts: Sequence[Any], seconds: Sequence[Any]) -> Iterator[tuple[Any,
     for rows in sorted(groups, key=lambda rows: int(rows[0])):
         first, second = firsts[rows[0]], seconds[rows[0]]
         if first is not None and second is not None:
-            yield first, second, rows.tolist()
+            yield first, second, rows
 
 
 def is_same(first: Any, second: Any, rank: int) -> bool:
@@ -107,15 +109,15 @@ def placements(
         return
     unlike: dict[_Texts, list[int]] = defaultdict(list)
     elsewhere: dict[_Texts, list[int]] = defaultdict(list)
-    for target, sharding, leaves in _pairs(targets, side.shardings):
-        planned, shape = target.sharding, side.shapes[leaves[0]]
+    for target, sharding, rows in _pairs(targets, side.shardings):
+        planned, shape = target.sharding, side.shapes[rows[0]]
         if planned != sharding:
-            _check_fits(planned, side.paths[leaves[0]], shape)
+            _check_fits(planned, side.paths[rows[0]], shape)
             if not is_same(planned, sharding, len(shape)):
-                unlike[sharding_shown(planned), sharding_shown(sharding)] += leaves
+                unlike[sharding_shown(planned), sharding_shown(sharding)] += rows.tolist()
         memory = memory_apart(sharding) or "device"
         if target.memory_kind not in (None, memory):
-            elsewhere[target.memory_kind, sharding.memory_kind] += leaves
+            elsewhere[target.memory_kind, sharding.memory_kind] += rows.tolist()
     kind, verb, cost = _SIDE_WORDS[side.name]
     fix = _placed_by(library, "inputs" if side.name == "inputs" else "the result")
     for (planned, actual), leaves in unlike.items():
@@ -198,7 +200,7 @@ def dropped(
     side: Side, targets: Sequence[PlannedSharding | None], kept: Sequence[int]
 ) -> Iterator[Finding]:
     """Yield a finding about planned leaves that the executable does not have."""
-    lacking = sorted(set(range(len(targets))).difference(kept))
+    lacking = sorted({*range(len(targets))}.difference(kept)) if len(kept) < len(targets) else []
     # optax's adafactor has arrays of shape (1,) for the moments that a parameter does not need.
     if leaves := [leaf for leaf in lacking if targets[leaf] and side.shapes[leaf] != (1,)]:
         message = (
@@ -229,10 +231,10 @@ def large_results(
     side: Side, targets: Sequence[PlannedSharding | None], carried: Sequence[State], large: int
 ) -> Iterator[Finding]:
     """Yield a finding about large results of a step that are neither its state nor planned."""
+    if not carried or all(targets):
+        return
     states = {leaf for state in carried for leaf in state.outputs}
     rest = [i for i, target in enumerate(targets) if target is None and i not in states]
-    if not states or not rest:
-        return
     least = max(large, _RETURNED * sum(map(side.bytes_of, states)))
     if leaves := [leaf for leaf in rest if side.bytes_of(leaf) >= least]:
         size = sum(map(side.bytes_of, leaves))
@@ -257,10 +259,11 @@ def changed(executable: Executable, carried: Sequence[State]) -> Iterator[Findin
             rank = len(side.shapes[state.inputs[rows[0]]])
             if not is_same(old, new, rank) or old.memory_kind != new.memory_kind:
                 moved[_with_memory(old), _with_memory(new)] += [state.inputs[i] for i in rows]
-        before, after = at(side.dtypes, state.inputs), at(outputs.dtypes, state.outputs)
-        for leaf, old, new in zip(state.inputs, before, after, strict=True):
-            if old != new:
-                cast[old, new].append(leaf)
+        before, after = at(side.leaves, state.inputs), at(outputs.leaves, state.outputs)
+        pairs = zip(state.inputs, before, after, strict=True) if before != after else ()
+        for leaf, old, new in pairs:
+            if old.dtype != new.dtype:
+                cast[old.dtype, new.dtype].append(leaf)
         name, when = _STATE_WORDS[state.evidence]
         of_sharding: Level = "warning" if state.evidence == "alike" else "error"
         by_fix: dict[str, tuple[Level, dict[_Texts, list[int]], str]] = {
@@ -286,11 +289,12 @@ def _with_memory(sharding: Any) -> str:
 def undonated(executable: Executable, carried: Sequence[State]) -> Iterator[Finding]:
     """Yield findings about donated leaves whose memory no output takes."""
     side, hlo = executable.inputs, executable.hlo
-    donated = [leaf for leaf in executable.kept if executable.donated[leaf]]
-    if hlo.alias_count == len(donated):
+    donated, kept = executable.donated, executable.kept
+    count = sum(donated if len(kept) == len(donated) else map(donated.__getitem__, kept))
+    if hlo.alias_count == count:
         return
-    aliased = set(hlo.aliases.values())
-    lost = [leaf for leaf in donated if executable.parameter_of[leaf] not in aliased]
+    aliased, number_of = set(hlo.aliases.values()), executable.parameter_of
+    lost = [leaf for leaf in kept if donated[leaf] and number_of[leaf] not in aliased]
     of_states = {leaf for state in carried for leaf in state.inputs}
     rest = [leaf for leaf in lost if leaf not in of_states]
     if executable.call.library == "equinox":
