@@ -5,12 +5,14 @@ import doctest
 import importlib
 import pkgutil
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import shardrules
-from tests.support import api, docs_pages
+import shardrules as sr
+from tests.support import api, corpus, docs_pages
 from tests.support.docs_pages import DOCS, ROOT, blocks, commands, demo_folder, pages
 from tests.support.slow import slow
 
@@ -60,26 +62,102 @@ def test_docstrings(name):
     assert failures == 0
 
 
-BOUNDS = {
-    "512 MiB; more with": ("_base.io", "DEFAULT_MEMORY", 512 << 20),
-    "100,000 characters": ("_plan.codec", "_MOST_CHARACTERS", 100_000),
-    "TOML | 8 |": ("_plan.files.rules", "_MOST_LEVELS", 8),
-    "100,000,000 bytes": ("_plan.files.safetensors", "_MOST_HEADER_BYTES", 100_000_000),
-    "model | 1,000 |": ("_plan.files.models", "_MOST_LEVELS", 1000),
-    "loaded | 1,000,000 |": ("_checkpoint.targets", "_MOST_PARTS", 1_000_000),
-    "name | 9;": ("_checkpoint.names", "_MOST_DIGITS", 9),
-    "32 MiB, or": ("_rules.rules", "DEFAULT_MEMORY_BUDGET", 32 << 20),
-    "HLO | 131,072 |": ("_program.hlo", "_MOST_DEVICES", 131_072),
-    "| entries of the cache | 100 |": ("_program.compiler", "_MOST_KEPT", 100),
-    "1,200 s": ("_program.compiler", "LIMIT", 1200),
-}
+# What pages say of the code's constants, which have no test of their own.
+FIGURES = {
+    "security": [
+        ("512 MiB; more with", "_base.io", "DEFAULT_MEMORY", 512 << 20),
+        ("1 MiB of TOML", "_plan.files.rules", "BYTES_OF_TOML", 512),
+        ("100,000 characters", "_plan.codec", "_MOST_CHARACTERS", 100_000),
+        ("TOML | 8 |", "_plan.files.rules", "_MOST_LEVELS", 8),
+        ("100,000,000 bytes", "_plan.files.safetensors", "_MOST_HEADER_BYTES", 100_000_000),
+        ("model | 1,000 |", "_plan.files.models", "_MOST_LEVELS", 1000),
+        ("loaded | 1,000,000 |", "_checkpoint.targets", "_MOST_PARTS", 1_000_000),
+        ("name | 9;", "_checkpoint.names", "_MOST_DIGITS", 9),
+        ("part of the name | 255", "_checkpoint.names", "_MOST_TEXT", 255),
+        ("32 MiB, or", "_rules.rules", "DEFAULT_MEMORY_BUDGET", 32 << 20),
+        ("HLO | 131,072 |", "_program.hlo", "_MOST_DEVICES", 131_072),
+        ("| entries of the cache | 100 |", "_program.compiler", "_MOST_KEPT", 100),
+        ("1,200 s", "_program.compiler", "LIMIT", 1200),
+    ],
+    "findings": [
+        ("Default: 16 MiB", "_plan.kinds", "DEFAULT_LARGE", 16 << 20),
+        ("2 % of the fullest device's bytes", "_plan.check_context", "_MUCH", 0.02),
+        ("more than a fifth of their work", "_program.verify.unexpected", "_ALIKE", 0.2),
+        ("half of the memory beside the arguments", "_program.verify.unexpected", "_KEPT", 0.5),
+        ("a twentieth of the peak", "_program.verify.unexpected", "_KEPT_OF_PEAK", 0.05),
+        ("or 5 % of all", "_program.verify.unexpected", "_SHARE", 0.05),
+        ("more than eight times what one rounding", "_program.rehearse_child", "_ROUNDINGS", 8),
+    ],
+    "loading": [
+        ("default 2 GiB", "_checkpoint.units", "DEFAULT_IN_FLIGHT", 2 << 30),
+        ("less than 256 KiB apart", "_checkpoint.units", "_REMOTE_GAP", 256 << 10),
+        ("of at most 16 MiB", "_checkpoint.units", "_READ", 16 << 20),
+    ],
+    "meshes": [
+        ("after 10 s the others log", "_place.processes", "_QUIET_SECONDS", 10),
+        ("after 600 s all get", "_place.processes", "_LIMIT_SECONDS", 600),
+    ],
+    "pod": [
+        ("0.87 of the cycles", "_program.work", "LEAST_CYCLES", 0.87),
+        ("the newest 100", "_program.compiler", "_MOST_KEPT", 100),
+        ("two compilers at once", "_program.verify.prove", "_AT_ONCE", 2),
+    ],
+    "rules": [
+        ("more than 100 nested levels", "_rules.patterns", "_MAX_DEPTH", 100),
+        ("4,000,000 nodes", "_rules.patterns", "_MAX_NODES_OF_RULES", 4_000_000),
+        ("Default: 32 MiB", "_rules.rules", "DEFAULT_MEMORY_BUDGET", 32 << 20),
+    ],
+    "same": [("Eight times of what that changes", "_program.rehearse_child", "_ROUNDINGS", 8)],
+    "solve": [
+        ("the ten best", "_program.solve.candidates", "MOST", 10),
+        ("at most 12 rules", "_plan.suggest.draft", "MOST_RULES", 12),
+        ("half of that counts as hidden", "_program.solve.spread", "_HIDDEN", 0.5),
+        ("more than 50,000 rows", "_program.solve.search", "_MOST_ROWS", 50_000),
+    ],
+    "suggest": [
+        ("up to 0.8 % more bytes", "_plan.suggest.draft", "SLACK", 0.008),
+        ("taken for 128", "_plan.roles", "_HEAD", 128),
+        ("narrower than 2,048", "_plan.roles", "_SMALL", 2048),
+        ("more than 64 names", "_plan.suggest.draft", "_MOST_NAMES", 64),
+        ("more than 4,000 paths", "_plan.suggest.patterns", "_MOST_PATHS", 4000),
+        ("below 5 % are ties", "_plan.sweep", "_TIE", 0.05),
+    ],
+    "verify": [
+        ("less than 64 KiB", "_program.program", "SMALL", 64 << 10),
+        ("(default: 16 MiB)", "_plan.kinds", "DEFAULT_LARGE", 16 << 20),
+    ],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("text", BOUNDS)
-def test_bounds_are_those_of_the_code(text):
-    module, name, value = BOUNDS[text]
+@pytest.mark.parametrize(("page", "text", "module", "name", "value"), [(p, *r) for p in FIGURES for r in FIGURES[p]])
+def test_figures_are_those_of_the_code(page, text, module, name, value):
     assert getattr(importlib.import_module(f"shardrules.{module}"), name) == value
-    assert text in (DOCS / "security.md").read_text(encoding="utf-8")
+    assert text in " ".join((DOCS / f"{page}.md").read_text(encoding="utf-8").split())
+
+
+def test_no_pattern_of_a_real_rule_list_goes_to_re():
+    rules = [sr.Rules(corpus.rules(name)) for name in corpus.regex_rule_sets()]
+    assert not any(each.fallbacks for each in rules)
+    assert f"None of the {sum(map(len, rules)):,} patterns" in (DOCS / "rules.md").read_text()
+
+
+def test_versions_are_those_that_are_installed_and_tested():
+    """The README's, and those that the comparison was tested with."""
+    readme, comparison = (" ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/comparison.md"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    newest, middle, oldest = (
+        dict(re.findall(r"^([\w-]+)==(.*)$", (ROOT / ".ci/constraints" / f"{stage}.txt").read_text(), re.M))
+        for stage in ("py3.12", "py3.11", "py3.11-oldest-jax")
+    )
+    pythons = [each.rpartition(" ")[2] for each in project["classifiers"] if re.search(r":: 3\.\d+$", each)]
+    assert f"Python {pythons[0]} to {pythons[-1]}, JAX {oldest['jax']} and newer" in readme
+    assert project["requires-python"] == f">={pythons[0]}"
+    assert f"jax>={oldest['jax']}" in project["dependencies"]
+    jaxes = (oldest["jax"], *(re.match(r"\d+\.\d+", each["jax"])[0] for each in (middle, newest)))
+    assert "CI tests 3.11 with JAX {} and {}, and 3.12 with {}.".format(*jaxes) in readme
+    for name in ("eformer", "flax", "keras", "haliax", "orbax-checkpoint", "jax"):
+        said = re.search(rf"{name.removesuffix('-checkpoint')} ([\d.]+(?:dev\d+)?)\b", comparison, re.I)
+        assert said[1] == newest[name], name
 
 
 def test_public_docstrings_have_examples():

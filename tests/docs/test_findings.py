@@ -1,9 +1,14 @@
-"""The page of findings has a section for each kind, to which messages can link."""
+"""The page of findings has a section for each kind, to which messages can link, and errors by texts that JAX has."""
 
 import re
 import typing
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from tests.support.folders import ROOT
@@ -28,3 +33,46 @@ def test_each_kind_has_a_section():
 def test_a_section_says_the_level(kind):
     text = PAGE.partition(f"\n### {kind}\n")[2].partition("\n#")[0].strip()
     assert re.match(r"\*\*(Error|Warning|Info)\b", text), text
+
+
+MESH = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tp"))
+EXPLICIT = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+
+
+def on(*spec, mesh=MESH, rows=8):
+    return jax.device_put(np.ones((rows, 8)), NamedSharding(mesh, P(*spec)))
+
+
+def use_deleted():
+    array = on()
+    array.delete()
+    return array + 1
+
+
+def contract_cut_dimensions():
+    with jax.set_mesh(EXPLICIT):
+        return on(None, "tp", mesh=EXPLICIT) @ on("tp", mesh=EXPLICIT)
+
+
+CAUSES = {
+    "implies that array axis 0 is partitioned 4 times, but the dimension size is 6": lambda: on("fsdp", rows=6),
+    "Resource axis: tpp of P('tpp',) is not found in mesh": lambda: on("tpp"),
+    "Sharding passed to jit does not match the sharding on the respective arg": lambda: jax.jit(
+        jnp.sin, in_shardings=NamedSharding(MESH, P("fsdp"))
+    )(on("tp")),
+    "Received incompatible devices for jitted computation": lambda: jnp.add(
+        on("tp"), jax.device_put(np.ones((8, 8)), jax.devices()[1])
+    ),
+    "Array has been deleted": use_deleted,
+    "Some donated buffers were not usable": lambda: jax.jit(lambda x: x[:1], donate_argnums=0)(jnp.ones((8, 8))),
+    "Contracting dimensions are sharded and it is ambiguous": contract_cut_dimensions,
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="its texts are those of newer versions")
+@pytest.mark.parametrize("text", CAUSES)
+def test_an_error_of_jax_has_the_text_of_the_page(text):
+    assert text in PAGE.partition("## Errors by their text")[2]
+    with pytest.raises(Exception, match=re.escape(text)):
+        CAUSES[text]()

@@ -236,6 +236,8 @@ def test_nothing_is_compiled(mesh):
     fetched = sr.gather(sr.shard(arrays, RULES, mesh))
     resharded = sr.shard(sr.shard(arrays, RULES, mesh), [("w", P("tp"))], mesh)
     assert resharded["w0"].sharding.spec == P("tp", None)
+    renamed = sr.reshard(resharded, [("", P("fsdp"))], mesh, renames=[sr.Rename("w{i}", "{i}/kernel", optional=True)])
+    assert renamed["0"]["kernel"].sharding.spec == P("fsdp", None)
     assert compiled == []
     jax.jit(lambda x: x + 1)(fetched["w0"])
     assert compiled  # the listener would have seen it
