@@ -18,7 +18,17 @@ os.environ["XLA_FLAGS"] = (
 
 import click
 
-from benchmarks import arrays, checkpoints, floor, patching, planning, proof, scaling
+from benchmarks import (
+    arrays,
+    calls,
+    checkpoints,
+    floor,
+    patching,
+    planning,
+    proof,
+    scaling,
+    steps,
+)
 from benchmarks.cases import cases
 from benchmarks.harness import environment, measure
 from benchmarks.tables import TREES, front_table, rows_table, trees_table, with_text
@@ -29,10 +39,12 @@ SECTIONS = {
     "The floor": floor.rows,
     "Plans and the command line": planning.rows,
     "Proofs": proof.rows,
+    "Steps that the compiler is asked about": steps.rows,
     "Arrays on 8 host devices": arrays.rows,
     "Checkpoints beside the plain way": checkpoints.rows,
     "Code of others, patched": patching.rows,
     "Growth, compiling, importing, bounds": scaling.rows,
+    "Functions entered, and sizes": calls.rows,
 }
 
 
