@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.solve.constraints import activations, constrained_step, seams
-from shardrules._program.solve.layout import STORED, StepArrays
-from shardrules._program.solve.space import Space
+from shardrules._program.solve.space import STORED, Space, StepArrays
 from shardrules._program.solve.spread import Machine, Spread
 
 LAYERS, ROWS, WIDTH, HIDDEN, WORDS = 2, 8, 16, 32, 64

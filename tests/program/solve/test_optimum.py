@@ -16,10 +16,9 @@ from jax import lax
 
 import shardrules as sr
 from shardrules._program.solve import search as searching
-from shardrules._program.solve.search import Search, best_of, has_solver
+from shardrules._program.solve.search import Resident, Search, Terms, best_of, has_solver
 from shardrules._program.solve.space import Space
 from shardrules._program.solve.spread import Machine
-from shardrules._program.solve.terms import Resident, Terms
 from tests.support.random_steps import random_step
 
 needs_solver = pytest.mark.skipif(not has_solver(), reason="OR-tools is not installed")

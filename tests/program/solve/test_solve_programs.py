@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.solve.constraints import spec_of_cuts
-from shardrules._program.solve.layout import STORED, StepArrays
-from shardrules._program.solve.space import Space
+from shardrules._program.solve.space import STORED, Space, StepArrays
 from shardrules._program.solve.spread import Machine, Spread
 from shardrules.dialects import Dialect
 

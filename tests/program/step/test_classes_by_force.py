@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.solve.constraints import spec_of_cuts
-from shardrules._program.solve.layout import StepArrays
+from shardrules._program.solve.space import StepArrays
 from shardrules._program.solve.spread import Spread
 from shardrules._program.step import factors
 from tests.support import hlo_counts

@@ -21,7 +21,7 @@ from shardrules._program.hlo import exchanges, hlo_errors
 from shardrules._program.memory import OutOfMemory
 from shardrules._program.program import Program
 from shardrules._program.solve.constraints import constrained_step, spec_of_cuts
-from shardrules._program.solve.layout import STORED
+from shardrules._program.solve.space import STORED
 from shardrules._program.solve.spread import Seconds
 from shardrules._program.verify.prove import AskedProof, asked_in_order
 from shardrules._program.work import flops_of_kernels, product_nodes
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
 
     from shardrules._plan.plan import Plan
-    from shardrules._program.solve.layout import Assignment
     from shardrules._program.solve.search import Search
+    from shardrules._program.solve.space import Assignment
     from shardrules._program.solve.spread import Spread
     from shardrules._program.step.step import Step
     from shardrules._program.topologies.topology import Topology

@@ -45,9 +45,8 @@ from shardrules._program.solve.candidates import (
     table_of_candidates,
 )
 from shardrules._program.solve.constraints import Activation, activations, constrained_step
-from shardrules._program.solve.layout import STORED
 from shardrules._program.solve.search import PROGRESS, Search, best_of, has_solver
-from shardrules._program.solve.space import Space
+from shardrules._program.solve.space import STORED, Space
 from shardrules._program.solve.spread import Machine
 from shardrules._program.step.equations import inputs_of
 from shardrules._program.step.step import Step

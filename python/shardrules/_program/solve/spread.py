@@ -19,7 +19,7 @@ from shardrules._program.work import KERNEL_EFFICIENCY
 
 if TYPE_CHECKING:
     from shardrules._base.hardware import Hardware
-    from shardrules._program.solve.layout import Axes, StepArrays
+    from shardrules._program.solve.space import Axes, StepArrays
     from shardrules._program.step.equations import Cuts, TracedOperation
     from shardrules._program.step.factors import Factors, Rule
     from shardrules._program.topologies.topology import Links, Topology
