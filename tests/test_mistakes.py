@@ -175,14 +175,14 @@ OF_PLACEMENT = {
 
 OF_TOPOLOGIES = {
     "a misspelt slice": (lambda: sr.Topology("v5pp:8x8x8"), "'v5pp'", "did you mean 'v5p'"),
-    "no shape": (lambda: sr.Topology("v5p"), "'v5p'", "'v5p:8x8x8'"),
-    "commas": (lambda: sr.Topology("v5p:8,8,8"), "'v5p:8,8,8'", "'v5p:8x8x8'"),
+    "no shape": (lambda: sr.Topology("v5p"), "'v5p'", "'v5p:4x4x4'"),
+    "commas": (lambda: sr.Topology("v5p:8,8,8"), "'v5p:8,8,8'", "'v5p:4x4x4'"),
     "two dimensions": (lambda: sr.Topology("v5p:8x8"), "'v5p:8x8'", "3 dimensions", "'v5p:4x4x4'"),
     "no chips": (lambda: sr.Topology("v5p:0x8x8"), "'v5p:0x8x8'", "'v5p:4x4x4'"),
-    "a slice's name in the cloud": (lambda: sr.Topology("v5p-8"), "'v5p-8'", "give the kind and its chips along each dimension, such as 'v5p:8x8x8'"),
-    "a row of chips": (lambda: sr.Topology("v5e:1x8"), "'v5e:1x8'", "a host has 2x2 chips", "2x8"),
+    "a slice's name in the cloud": (lambda: sr.Topology("v5p-8"), "'v5p-8'", "give the kind and its chips along each of 3 dimensions, such as 'v5p:4x4x4'"),
+    "a row of chips": (lambda: sr.Topology("v5e:1x8"), "'v5e:1x8'", "a host has 2x2 chips", "even numbers"),
     "a torus of GPUs": (lambda: sr.Topology("h100:8x8x8"), "'h100:8x8x8'", "'h100:8x16'"),
-    "hosts of sixteen": (lambda: sr.Topology("h100:16x8"), "16 GPUs of a host", "connects 8 at most", "'h100:8x2'"),
+    "hosts of sixteen": (lambda: sr.Topology("h100:16x8"), "the GPUs of a host", "connects 8 at most", "'h100:8x16'"),
     "no such GPU": (lambda: sr.Topology("a100:8x2"), "'a100'", "did you mean 'h100'"),
     "a topology as mesh": (lambda: sr.plan(TREE, RULES, SLICE), "(a Topology)", "has no axes", ".mesh(fsdp=8)"),
     "a slice as mesh": (lambda: sr.plan(TREE, RULES, "v5p:2x2x2"), "'v5p:2x2x2'", ".mesh(fsdp=64, tp=8)"),
@@ -196,7 +196,6 @@ OF_TOPOLOGIES = {
 OF_DEVICES = {
     "proved on another mesh": (lambda: sr.prove(JITTED, PLAN.on_mesh(MESH), X, on=SLICE), "fsdp=1,tp=1 are 1 device", "has 8", "Topology.meshes"),
     "links of others": (lambda: SLICE.links(MESH), "other devices than v5p:2x2x2", "make it by Topology.mesh"),
-    "an unknown axis": (lambda: SLICE._links(SLICE.mesh(SIZES), ["ddp"]).rate, "'ddp'", "fsdp, tp"),
     "compiled without x": (lambda: sr.prove(JITTED, PLAN, on=SLICE), "missing 1 required positional argument: 'x'", "0: the tree of a plan, ['embed'] bfloat16[1024, 512]"),
     "compiled too narrow": (lambda: sr.prove(JITTED, PLAN, NARROW, on=SLICE), "(100,)", "(512,)", "1: bfloat16[8, 100]"),
 }  # fmt: skip

@@ -11,12 +11,12 @@ from importlib import resources
 from importlib.metadata import version
 from math import prod
 from string import Template
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._base.arguments import check_type, checked_sizes, integer, mesh_shapes, strings
 from shardrules._base.hardware import Hardware, as_hardware, compiler_facts
 from shardrules._base.text import counted, mesh_shown, near_names, without_defaults
-from shardrules._program.topologies.tpu import GENERATIONS, Slices
+from shardrules._program.topologies.tpu import GENERATIONS, Links, Slices
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,20 +40,13 @@ class Hosts:
     def parse(cls, kind: str, name: str, slices: int) -> Hosts:
         """Return the hosts that a topology's name says."""
         match = re.fullmatch(r"\w+:(\d{1,5})(?:x(\d{1,5}))?", name)
-        if match is None or 0 in (shape := (int(match[1]), int(match[2] or 1))):
-            raise ValueError(
-                f"the name {name!r} is no topology's: GPUs of a host, and hosts, are 'h100:8x16'"
-            )
+        shape = (int(match[1]), int(match[2] or 1)) if match else (0, 0)
         limit = Hardware.named(GPUS[kind]).link_devices
-        if shape[0] > limit:
+        if 0 in shape or shape[0] > limit or slices > 1:
             raise ValueError(
-                f"the name {name!r}: {shape[0]:,} GPUs of a host, of which NVLink connects "
-                f"{limit} at most; give the hosts behind them, such as '{kind}:{limit}x2'"
-            )
-        if slices > 1:
-            raise ValueError(
-                f"the name {name!r} with slices={slices}: GPUs have hosts, not slices; give "
-                f"'{kind}:{shape[0]}x{shape[1] * slices}'"
+                f"the name {name!r}{f' with slices={slices}' if slices > 1 else ''} is no "
+                f"topology's: give the GPUs of a host, of which NVLink connects {limit} at most, "
+                f"and how many hosts there are, such as '{kind}:{limit}x16'; slices are of TPUs"
             )
         return cls(GPUS[kind], shape)
 
@@ -104,13 +97,10 @@ class Hosts:
         host, number = divmod(device.id, self.shape[0])
         return host, number
 
-    def word(self, counts: Sequence[int]) -> str:
-        """Say how devices of a host are connected."""
-        return Hardware.named(self.hardware).link if counts[0] > 1 else ""
-
-    def links(self, counts: Sequence[int]) -> tuple[float, tuple[str, ...]]:
-        """Return the share of a device's links that an axis within a host has: all."""
-        return 1.0, ()
+    def links(self, counts: Sequence[int]) -> Links:
+        """Return how devices of a host are connected: an axis has all links of a device."""
+        hardware = Hardware.named(self.hardware)
+        return Links(hardware.link if counts[0] > 1 else "", hardware.link_bytes_per_second, ())
 
 
 def target_config(hardware: str) -> str:
@@ -126,15 +116,6 @@ def has_plugin() -> bool:
     if importlib.util.find_spec("jax_plugins") is None:
         return False
     return any(importlib.util.find_spec(name) is not None for name in PLUGINS)
-
-
-class Links(NamedTuple):
-    """Links between devices along axes of a mesh."""
-
-    rate: float
-    """Bytes that a device sends over them in a second."""
-    summed: tuple[str, ...]
-    """Collectives that the compiler writes as all-reduces."""
 
 
 _LAYOUTS: Final[Mapping[str, Callable[[str, str, int], Slices | Hosts]]] = {
@@ -315,20 +296,15 @@ class Topology:
             if one of them has none; "split" if it has a part of a dimension; of GPUs "NVLink"
             within a host; "DCN" if it is over slices or hosts, as in "DCN and ring"; "one device".
         """
-        words: dict[str, str] = {}
-        places = self._places(mesh)
-        for number, axis in enumerate(mesh.axis_names):
-            between, *within = _most_along(places, [number])
-            link = filter(None, ("DCN" if between > 1 else "", self._layout.word(within)))
-            words[axis] = " and ".join(link) or "one device"
-        return words
+        from jax.sharding import Mesh
+
+        check_type("mesh", mesh, Mesh, "a jax.sharding.Mesh, as Topology.mesh makes it")
+        return {axis: self._links(mesh, (axis,)).word or "one device" for axis in mesh.axis_names}
 
     def _places(self, mesh: Mesh) -> npt.NDArray[np.int64]:
         """Return the place of each device of a mesh, which begins with its slice or host."""
         import numpy as np
-        from jax.sharding import Mesh
 
-        check_type("mesh", mesh, Mesh, "a jax.sharding.Mesh, as Topology.mesh makes it")
         devices = set(self.devices)
         if not devices.issuperset(mesh.devices.flat):
             raise ValueError(
@@ -340,19 +316,17 @@ class Topology:
     def _links(self, mesh: Mesh, axes: Sequence[str]) -> Links:
         """Return how devices along axes of a mesh are connected.
 
-        Each dimension of the torus has its share of the links; without links around, or as a part
-        of it alone, half of that; within a host of GPUs each has all of its links. Over slices or
-        hosts and within them, as if a device exchanged its own part with those of others alone.
+        Over slices or hosts and within them, as if a device exchanged its own part with those of
+        others alone.
         """
         numbers = [mesh.axis_names.index(axis) for axis in axes]
         between, *within = _most_along(self._places(mesh), numbers)
-        share, summed = self._layout.links(within)
-        inner = self.hardware.link_bytes_per_second * share
+        links = self._layout.links(within)
         if between == 1:
-            return Links(inner, summed)
+            return links
         outer = (between - 1) / (prod(mesh.shape[axis] for axis in axes) - 1)
-        seconds: float = outer / self.hardware.dcn_bytes_per_second + (1 - outer) / inner
-        return Links(1 / seconds, ())
+        seconds = outer / self.hardware.dcn_bytes_per_second + (1 - outer) / links.rate
+        return Links(" and ".join(filter(None, ("DCN", links.word))), 1 / seconds, ())
 
 
 def _most_along(places: npt.NDArray[np.int64], axes: Sequence[int]) -> list[int]:

@@ -61,6 +61,17 @@ ENVIRONMENT: Final = {
 }
 
 
+class Links(NamedTuple):
+    """Links between devices along axes of a mesh."""
+
+    word: str
+    """As `Topology.links` says it; "" of one device."""
+    rate: float
+    """Bytes that a device sends over them in a second."""
+    summed: tuple[str, ...]
+    """Collectives that the compiler writes as all-reduces."""
+
+
 @dataclass(frozen=True)
 class Slices:
     """Slices of TPUs: in each a torus of links, between them the data centre's network."""
@@ -78,31 +89,20 @@ class Slices:
     def parse(cls, generation: str, name: str, slices: int) -> Slices:
         """Return the slices that a topology's name says."""
         kind = GENERATIONS[generation]
+        most = Hardware.named(kind.hardware).link_devices
         sizes = name.lower().removeprefix(f"{generation}:")
-        if re.fullmatch(r"\d{1,5}(x\d{1,5})*", sizes) is None:
+        is_form = re.fullmatch(r"\d{1,5}(x\d{1,5})*", sizes)
+        shape = tuple(map(int, sizes.split("x"))) if is_form else ()
+        # A smaller one is a part of a host.
+        is_odd = prod(shape) > 2 and any(size % 2 for size in shape[:2])
+        if len(shape) != kind.dimensions or is_odd or not 0 < prod(shape) * kind.devices <= most:
             raise ValueError(
-                f"the name {name!r} is no topology's: give the kind and its chips along each "
-                "dimension, such as 'v5p:8x8x8'"
+                f"the name {name!r} is no topology's: give the kind and its chips along each of "
+                f"{kind.dimensions} dimensions, such as "
+                f"'{generation}:{'x'.join(['4'] * kind.dimensions)}'; even numbers along the first "
+                f"two, as a host has 2x2 chips; and {most:,} devices at most, or slices= of them"
             )
-        layout = cls(generation, tuple(map(int, sizes.split("x"))), slices)
-        if len(layout.shape) != kind.dimensions or 0 in layout.shape:
-            raise ValueError(
-                f"the name {name!r}: chips of {kind.hardware} are connected in {kind.dimensions} "
-                f"dimensions: give such as '{generation}:{'x'.join(['4'] * kind.dimensions)}'"
-            )
-        even = [size + size % 2 for size in layout.shape[:2]] + [*layout.shape[2:]]
-        if prod(layout.shape) > 2 and [*layout.shape] != even:  # a smaller one is a part of a host
-            raise ValueError(
-                f"the name {name!r}: a host has 2x2 chips; give even numbers of chips "
-                f"along the first two dimensions, such as {'x'.join(map(str, even))}"
-            )
-        devices, most = layout.device_count // slices, Hardware.named(kind.hardware).link_devices
-        if devices > most:
-            raise ValueError(
-                f"the name {name!r}: a slice of {devices:,} devices, and the largest of "
-                f"{kind.hardware} has {most:,}; give slices= for several"
-            )
-        return layout
+        return cls(generation, shape, slices)
 
     @property
     def kind(self) -> _Generation:
@@ -166,33 +166,27 @@ class Slices:
         slice_number = getattr(device, "slice_index", None) or 0
         return (slice_number, *device.coords, device.core_on_chip)
 
-    def word(self, counts: Sequence[int]) -> str:
-        """Say how devices of a slice are connected that differ in so many coordinates."""
-        sizes = [*self.shape, *[1] * (3 - len(self.shape)), self.kind.devices]
-        varied = [i for i, count in enumerate(counts) if count > 1]
-        if any(counts[i] < sizes[i] for i in varied):
-            return "split"
-        if not varied:
-            return ""
-        is_ring = all(i == len(sizes) - 1 or self._is_ring(i) for i in varied)
-        return "ring" if is_ring else "line"
+    def links(self, counts: Sequence[int]) -> Links:
+        """Return how devices of a slice are connected that differ in so many coordinates.
 
-    def links(self, counts: Sequence[int]) -> tuple[float, tuple[str, ...]]:
-        """Return how devices of so many coordinates are connected, as `Links` have it.
-
-        A share of a device's links: each dimension of the torus has its own; without links around,
-        or as a part of it alone, half of that. Between all chips of a large slice libtpu 0.0.50
-        writes collectives as all-reduces, which send twice as much.
+        Each dimension of the torus has its share of a device's links; without links around, or as a
+        part of it alone, half of that. Between all chips of a large slice libtpu 0.0.50 writes
+        collectives as all-reduces, which send twice as much.
         """
-        varied = [i for i, _ in enumerate(self.shape) if counts[i] > 1]
-        shares = [1.0 if counts[i] == self.shape[i] and self._is_ring(i) else 0.5 for i in varied]
-        share = min(1.0, (sum(shares) or 1.0) / len(self.shape))
-        is_whole = self.slices == 1 and tuple(counts[: len(self.shape)]) == self.shape
-        if not is_whole or prod(self.shape) < _LARGE:
-            return share, ()
-        if self.kind.dimensions == 3:
-            return share, ("all-gather", "reduce-scatter")
-        return share, ("reduce-scatter",) if len(set(self.shape)) == 1 else ()
+        chips = tuple(counts[: len(self.shape)])
+        varied = [i for i, count in enumerate(chips) if count > 1]
+        whole = [i for i in varied if chips[i] == self.shape[i]]
+        rings = [i for i in whole if self._is_ring(i)]
+        word = "split" if whole != varied else "ring" if rings == varied else "line"
+        share = min(1.0, (len(varied) + len(rings) or 2) / 2 / len(self.shape))
+        summed: tuple[str, ...] = ()
+        if self.slices == 1 and chips == self.shape and prod(chips) >= _LARGE:
+            if len(chips) == 3:
+                summed = ("all-gather", "reduce-scatter")
+            elif len(set(chips)) == 1:
+                summed = ("reduce-scatter",)
+        rate = Hardware.named(self.hardware).link_bytes_per_second * share
+        return Links(word if max(counts) > 1 else "", rate, summed)
 
     def _is_ring(self, dimension: int) -> bool:
         """Say whether a dimension has links around; two chips are neighbours anyway."""
