@@ -123,7 +123,7 @@ def solved(name: str, slice_: str) -> list[str]:
     costs = (answer.compiled, *map(by_name.get, HEADS[8:11]))
     cells += [f"{cost.seconds:.3g} s" if cost else "" for cost in costs]
     both = [cost for cost in (answer.compiled, answer.predicted) if cost]
-    cells += [f"{cost.sent_in_all / 1e9:.3g} GB" for cost in both]
+    cells += [f"{sum(cost.sent.values()) / 1e9:.3g} GB" for cost in both]
     return cells + [f"{cost.memory / 1e9:.3g} GB" for cost in both]
 
 

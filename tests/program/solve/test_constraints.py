@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.solve.constraints import activations, constrained_step, seams
-from shardrules._program.solve.space import STORED, Space, StepArrays
-from shardrules._program.solve.spread import Machine, Spread
+from shardrules._program.solve.space import STORED, Space
+from shardrules._program.solve.spread import Spread
 
 LAYERS, ROWS, WIDTH, HIDDEN, WORDS = 2, 8, 16, 32, 64
 AXES = ("fsdp", "tp")
@@ -69,8 +69,8 @@ def traced(mesh, function=train):
 
 def layout(step):
     """Rows by fsdp, hidden units by tp, where they divide; as a solution has it for all arrays."""
-    space = Space(step, Machine(sr.Hardware.named("v5p"), dict(step.mesh.shape)), 10**12)
-    spread = space.spread(space.traced())
+    space = Space(step, step.mesh.shape)
+    spread = Spread(space, space.traced()).of_step()
     cuts = {n: spread.cuts(n) for n in range(len(step._equations.values))}
     for number, value in enumerate(step._equations.values):
         if value.shape[:1] == (ROWS,):
@@ -162,8 +162,7 @@ def test_an_operation_reads_as_was_priced(is_constrained):
     step = sr.trace(jax.jit(jax.grad(loss)), plan, x)
     axes = {"batch": AXES, "hidden": ("tp",)}
     by_class = {name: axes.get(role, ()) for name, role in step._roles.of.items()}
-    arrays = StepArrays(step._equations, step._roles, dict(mesh.shape))
-    spread = Spread(arrays, by_class | {STORED: ("fsdp",)}).of_step()
+    spread = Spread(Space(step, mesh.shape), by_class | {STORED: ("fsdp",)}).of_step()
     most = max(sent.payload for sent in spread.sent if sent.kind == "all-gather")
     read = [row for row in activations(step, spread) if row.is_read]
     assert {row.shape for row in read} == {(16, 32, 64), (64, 256), (256, 64)}

@@ -22,8 +22,6 @@ from shardrules._program.solve import solution as solving
 from shardrules._program.solve.candidates import shortlist
 from shardrules._program.solve.search import Search, best_of
 from shardrules._program.solve.solution import with_specs
-from shardrules._program.solve.space import Space
-from shardrules._program.solve.spread import Machine
 from shardrules._program.verify import prove
 from tests.support import models
 
@@ -138,7 +136,7 @@ def test_bytes_and_memory_are_the_compilers(few):
     with solution.constraints() as step:
         proof = sr.prove(step, solution.plan, x)
     assert solution.compiled.memory == proof.memory.peak
-    assert solution.compiled.sent_in_all == sum(row.sent_at_least for row in proof.collectives)
+    assert sum(solution.compiled.sent.values()) == sum(row.sent_at_least for row in proof.collectives)
     assert solution.program.collectives == proof.collectives
     (first,) = (row for row in solution.candidates if row.what == "the best by prediction")
     assert first.predicted.sent == pytest.approx(first.compiled.sent, rel=0.01)
@@ -149,7 +147,7 @@ def test_fsdp_and_the_layout_of_the_program_are_among_those_compiled_and_what_is
     sizes = {"fsdp": 2, "tp": 2}
     plan = sr.plan(TREE, [("up", P(None, "tp")), ("down", P("tp"))], sizes)
     step = sr.trace(jax.jit(train), plan, shape(FEW, 512))
-    search = Search(Space(step, Machine(sr.Hardware.named("v5p"), sizes), 10**12), sizes)
+    search = Search(step, sizes, sr.Hardware.named("v5p"), 10**12)
     entries = shortlist(best_of([search])[0], [search])
     assert [row.what for row in entries][:3] == ["the best by prediction", "FSDP", "as in the program"]
     assert 3 < len(entries) <= 10
@@ -202,9 +200,9 @@ def test_a_layout_that_the_compiler_refuses_or_fails_at_is_no_answer(few, monkey
 def test_if_all_are_refused_layouts_that_need_less_are_compiled(few, monkeypatch):
     rooms = []
 
-    def searched(searches, *others):
-        rooms.append(searches[0].space.hbm)
-        return best_of(searches, *others)
+    def searched(searches):
+        rooms.append(searches[0].hbm)
+        return best_of(searches)
 
     monkeypatch.setattr(solving, "best_of", searched)
     monkeypatch.setattr(prove, "AskedCompiler", lambda *_: answered(lambda: REFUSAL))
@@ -228,10 +226,11 @@ def test_an_interrupt_takes_the_best_that_is_compiled(few, monkeypatch):
     assert solved(FEW, devices()).candidates == (done[0].row,)
 
 
-def test_a_mesh_without_devices_has_no_compiler():
+def test_a_mesh_without_devices_has_no_compiler_and_candidates_as_predicted():
     solution = solved()
     assert solution.compiled is solution.program is None
-    assert len(solution.candidates) == 1
+    assert [row.what for row in solution.candidates][:2] == ["the best by prediction", "FSDP"]
+    assert {row.compiled for row in solution.candidates} == {None}
     assert "as compiled" not in str(solution)
 
 
@@ -276,9 +275,9 @@ def test_what_is_not_modelled_is_whole_and_named():
 
     solution = sr.solve(sr.trace(call, TREE, shape(2**16, 512)), {"fsdp": 4}, hardware="v5p")
     assert solution.step.unmodelled == ("pure_callback (1 times)",)
-    whole = solution._spread.arrays.local
-    assert whole
-    assert all(not any(solution._spread.target(n)) for n in whole)
+    spread = solution._layout.spread
+    assert spread.space.local
+    assert all(not any(spread.target(n)) for n in spread.space.local)
 
 
 def test_a_step_without_products_and_a_mesh_of_one_device_have_solutions():
@@ -316,7 +315,7 @@ def test_what_only_code_by_device_makes_and_reads_is_not_chosen():
     made = next(op for op, _ in step._equations.everything() if op.name == "shard_map").outputs
     solution = sr.solve(step, {"fsdp": 8}, hardware="v5p")
     assert len(made) > 2
-    assert all(solution._spread.target(number)[0] == ("fsdp",) for number in made)
+    assert all(solution._layout.spread.target(number)[0] == ("fsdp",) for number in made)
     assert [row.size for row in solution.choices[1:]] == [4096, 64, 128]
     with solution.constraints(mesh) as constrained:
         args = jnp.ones((64, 128)) / 128, jnp.ones((4096, 64))

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.solve.constraints import spec_of_cuts
-from shardrules._program.solve.space import STORED, Space, StepArrays
-from shardrules._program.solve.spread import Machine, Spread
+from shardrules._program.solve.space import STORED, Space
+from shardrules._program.solve.spread import Spread
 from shardrules.dialects import Dialect
 
 AUTO = (AxisType.Auto, AxisType.Auto)
@@ -25,9 +25,9 @@ def shape(*sizes, dtype="float32", **options):
 
 def sent(step, **sizes):
     """Return what is sent if all arrays are cut along the first dimension of the last argument."""
-    arrays = StepArrays(step._equations, step._roles, sizes)
-    (name, *_) = arrays.classes[step._equations.body.inputs[-1]][0]
-    return Spread(arrays, {name: tuple(sizes)}).of_step().sent
+    space = Space(step, sizes)
+    (name, *_) = space.classes[step._equations.body.inputs[-1]][0]
+    return Spread(space, {name: tuple(sizes)}).of_step().sent
 
 
 # Tokens to rows
@@ -62,7 +62,7 @@ def test_a_reshard_onto_auto_axes_is_no_constraint():
     step = lambda x: jax.sharding.auto_axes(jnp.tanh, out_sharding=P("x"))(x) + x  # noqa: E731
     traced = sr.trace(jax.jit(step), shape(1024, 1024, sharding=NamedSharding(mesh, P("x"))), on=mesh)
     solution = sr.solve(traced, {"x": 8}, hardware="v5p")
-    assert solution._spread.sent == []
+    assert solution._layout.spread.sent == []
     assert all("reshard" not in row.operation for row in solution.activations if row.replaces)
 
 
@@ -76,7 +76,7 @@ def test_random_bits_are_cut_as_what_reads_them():
     solution = sr.solve(traced, {"data": 8}, hardware="v5p")
     made = [number for operation, _ in traced._equations.everything() for number in operation.outputs]
     bits = [number for number in made if traced._equations.values[number].shape == (64, 1024, 512)]
-    (cuts,) = {solution._spread.target(number) for number in bits}
+    (cuts,) = {solution._layout.spread.target(number) for number in bits}
     assert any(cuts)
 
 
@@ -84,8 +84,7 @@ def test_what_code_by_device_makes_lies_as_its_specs_say():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     mapped = jax.shard_map(jnp.sin, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
     step = sr.trace(lambda x: jnp.cos(mapped(x)), shape(64, 64))
-    spread = Spread(StepArrays(step._equations, step._roles, {"x": 8}), {}).of_step()
-    assert [row.kind for row in spread.sent] == ["all-gather"]  # all else is whole
+    assert [row.kind for row in Spread(Space(step, {"x": 8}), {}).of_step().sent] == ["all-gather"]  # all else is whole
 
 
 @pytest.mark.parametrize("kernel", [(512, 1024), (512, 16, 64)])
@@ -96,7 +95,7 @@ def test_what_is_in_heads_is_not_cut(kernel):
         return jnp.einsum("bthd,bshd->bhts", q, k)
 
     traced = sr.trace(step, dict.fromkeys("qk", shape(*kernel)), shape(8, 1024, 512))
-    space = Space(traced, Machine(sr.Hardware.named("v5p"), {"fsdp": 4, "tp": 2}), 10**12)
+    space = Space(traced, {"fsdp": 4, "tp": 2})
     assert not {32, 64} & {traced._equations.dims.sizes[name] for name in space.values.keys() - {STORED}}
     if len(kernel) == 3:
         assert "head size" in [row.role for row in traced.dimensions if ("inputs/0/q", 2) in row.arrays]
@@ -189,9 +188,9 @@ def test_the_layout_that_the_program_has_is_a_candidate():
     plan = sr.plan(KERNELS, [("up", P("fsdp", "tp")), ("down", P("tp", "fsdp"))], mesh)
     x = shape(64, 512, sharding=NamedSharding(mesh, P("fsdp")))
     step = sr.trace(jax.jit(gelu_step), plan, x)
-    space = Space(step, Machine(sr.Hardware.named("v5p"), {"fsdp": 4, "tp": 2}), 10**12)
+    space = Space(step, {"fsdp": 4, "tp": 2})
     own = space.traced()
-    specs = [spec_of_cuts(space.arrays.cuts(number, own)) for number in step._equations.body.inputs]
+    specs = [spec_of_cuts(space.cuts(number, own)) for number in step._equations.body.inputs]
     assert specs == [P("tp", "fsdp"), P("fsdp", "tp"), P("fsdp")]
     assert own in space.starts()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.solve.constraints import spec_of_cuts
-from shardrules._program.solve.space import StepArrays
+from shardrules._program.solve.space import Space
 from shardrules._program.solve.spread import Spread
 from shardrules._program.step import factors
 from tests.support import hlo_counts
@@ -38,19 +39,19 @@ def unlike(function: Callable[..., Any], shapes: Sequence[Shape]) -> list[list[P
     wrong = []
     step = jax.jit(function)
     traced = sr.trace(step, *[jax.ShapeDtypeStruct(shape, "float32") for shape in shapes], on=MESH)
-    arrays = StepArrays(traced._equations, traced._roles, {"x": N})
-    arrays._is_weight = [False] * len(arrays._is_weight)  # or small vectors would be whole
+    space = Space(traced, {"x": N})
+    space._is_weight = [False] * len(space._is_weight)  # or small vectors would be whole
     inputs, dims = traced._equations.body.inputs, traced._equations.dims
-    for name in {name for i in inputs for row in arrays.classes[i] for name in row[:1]}:
+    for name in {name for i in inputs for row in space.classes[i] for name in row[:1]}:
         if dims.sizes[name] % N == 0:
             layout = {name: ("x",)}
-            specs = [spec_of_cuts(arrays.cuts(i, layout)) for i in inputs]
+            specs = [spec_of_cuts(space.cuts(i, layout)) for i in inputs]
             args = [
                 jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(MESH, spec))
                 for shape, spec in zip(shapes, specs, strict=True)
             ]
             sent = hlo_counts.collectives(step.lower(*args).compile().as_text())
-            if bool(sent) != bool(Spread(arrays, layout).of_step().sent):
+            if bool(sent) != bool(Spread(space, layout).of_step().sent):
                 wrong.append(specs)
     return wrong
 
@@ -76,9 +77,9 @@ def test_a_wrong_rule_makes_classes_that_are_not_sent_as_priced(monkeypatch, nam
     def wrong(operation):
         rule = right(operation)
         if name == "transpose":  # as if it changed nothing
-            return rule._replace(results=rule.operands)
+            return replace(rule, results=rule.operands)
         turned = tuple(tuple(dims[::-1]) for dims in rule.operands[0])  # the minor factor first
-        return rule._replace(operands=(turned, *rule.operands[1:]))
+        return replace(rule, operands=(turned, *rule.operands[1:]))
 
     monkeypatch.setitem(factors._RULES, name, wrong)
     assert unlike(scored, shapes)

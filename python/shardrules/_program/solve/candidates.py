@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from shardrules._program.memory import OutOfMemory
 from shardrules._program.program import Program
 from shardrules._program.solve.constraints import constrained_step, spec_of_cuts
 from shardrules._program.solve.space import STORED
-from shardrules._program.solve.spread import Seconds
+from shardrules._program.solve.spread import Seconds, Spread
 from shardrules._program.verify.prove import AskedProof, asked_in_order
 from shardrules._program.work import flops_of_kernels, product_nodes
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
     from shardrules._program.solve.search import Search
     from shardrules._program.solve.space import Assignment
-    from shardrules._program.solve.spread import Spread
     from shardrules._program.step.step import Step
     from shardrules._program.topologies.topology import Topology
 
@@ -43,13 +43,6 @@ _FAR: Final = 1.5
 # Digits to which costs are compared: of predictions, and as compiled.
 _DIGITS: Final = 4
 _COMPILED_DIGITS: Final = 3
-_COLUMNS: Final = (
-    Column("layout"),
-    Column("mesh"),
-    *(Column(name, is_right=True) for name in ("time", "predicted", "sent", "predicted")),
-    *(Column(name, is_right=True) for name in ("memory", "predicted")),
-    Column(""),
-)
 
 
 @record
@@ -62,11 +55,6 @@ class StepCost(NamedTuple):
     """Bytes that it sends in a step, by mesh axes."""
     memory: int
     """Bytes that it needs."""
-
-    @property
-    def sent_in_all(self) -> int:
-        """Bytes that it sends in a step over all axes."""
-        return sum(self.sent.values())
 
 
 @record
@@ -109,12 +97,12 @@ class Contender:
     @cached_property
     def spread(self) -> Spread:
         """What is sent by prediction."""
-        return self.search.space.spread(self.assignment)
+        return Spread(self.search.space, self.assignment).of_step()
 
     @cached_property
     def predicted(self) -> StepCost:
         """What a step costs by prediction."""
-        machine = self.search.space.machine
+        machine = self.search.machine
         sent: Counter[tuple[str, ...]] = Counter()
         for row in self.spread.sent:
             sent[row.axes] += row.trips * round(machine.sent(row.kind, row.axes, row.payload))
@@ -123,14 +111,14 @@ class Contender:
     @property
     def row(self) -> Candidate:
         """The layout as users see it."""
-        mesh = self.search.space.machine.sizes
+        mesh = self.search.machine.sizes
         return Candidate(self.what, mesh, self.predicted, self.compiled, self.refusal)
 
     def rank(self) -> tuple[Any, ...]:
         """Least time first; of about the same, least bytes and memory."""
         costs = self.compiled or self.predicted
         seconds = float(f"{costs.seconds:.{_COMPILED_DIGITS}g}")
-        return bool(self.refusal), seconds, costs.sent_in_all, costs.memory
+        return bool(self.refusal), seconds, sum(costs.sent.values()), costs.memory
 
     def key(self) -> tuple[Any, ...]:
         """Return what layouts share that cost the same: most are the same program.
@@ -153,9 +141,9 @@ def shortlist(best: Search, searches: Sequence[Search]) -> list[Contender]:
     fsdp = [Contender("FSDP", search, search.space.fsdp()) for search in searches]
     mesh = best.space.step.mesh
     sizes = {} if mesh is None else dict(mesh.shape)
-    traced = next((row for row in searches if row.space.machine.sizes == sizes), best)
+    traced = next((row for row in searches if row.machine.sizes == sizes), best)
     others = [
-        Contender(f"the best on {mesh_shown(row.space.machine.sizes)}", row, row.assignment)
+        Contender(f"the best on {mesh_shown(row.machine.sizes)}", row, row.assignment)
         for row in searches
         if row is not best and row.assignment is not None
     ]
@@ -190,16 +178,24 @@ def neighbours(layout: Contender) -> Iterator[Contender]:
 
 
 def table_of_candidates(rows: Sequence[Candidate]) -> Table:
-    """Return a table of what each costs as compiled, beside the prediction."""
+    """Return a table of what each costs: as compiled, beside the prediction, if there is that."""
+    is_compiled = any(row.compiled for row in rows)
+    heads = [(name, "predicted")[: 1 + is_compiled] for name in ("time", "sent", "memory")]
     cells = []
     for row in rows:
-        texts = [row.what, mesh_shown(row.mesh)]
-        for show, name in ((seconds_shown, "seconds"), (bytes_shown, "sent_in_all"),
-                           (bytes_shown, "memory")):  # fmt: skip
-            texts.append("" if row.compiled is None else show(getattr(row.compiled, name)))
-            texts.append(show(getattr(row.predicted, name)))
-        cells.append([*texts, row.refusal])
-    return Table(_COLUMNS, cells)
+        costs = ([row.compiled] if is_compiled else []) + [row.predicted]
+        shown = zip(*map(_shown, costs), strict=True)
+        cells.append([row.what, mesh_shown(row.mesh), *chain(*shown), row.refusal])
+    numbers = (Column(head, is_right=True) for head in chain(*heads))
+    return Table([Column("layout"), Column("mesh"), *numbers, Column("")], cells)
+
+
+def _shown(costs: StepCost | None) -> tuple[str, str, str]:
+    """Return seconds, what is sent in all, and memory."""
+    if costs is None:
+        return "", "", ""
+    sent = bytes_shown(sum(costs.sent.values()))
+    return seconds_shown(costs.seconds), sent, bytes_shown(costs.memory)
 
 
 def mesh_to_compile(row: Contender, topology: Topology | None) -> Mesh | None:
@@ -246,7 +242,7 @@ def _with_answer(row: Contender, proof: AskedProof) -> Contender:
     except (RuntimeError, TimeoutError) as error:
         row.refusal = str(error).partition("\n")[0].partition(". ")[0]
         return row
-    hbm = row.search.space.hbm
+    hbm = row.search.hbm
     if needed > hbm or row.compiled is None:
         row.needed, row.refusal = needed, f"it needs {bytes_shown(needed)} of {bytes_shown(hbm)}"
     return row
@@ -254,10 +250,10 @@ def _with_answer(row: Contender, proof: AskedProof) -> Contender:
 
 def _costs(layout: Contender, program: Program, peak: int) -> StepCost:
     """Return what a program costs, by the rules with which a layout is predicted."""
-    space, spread = layout.search.space, layout.spread
+    space, machine, spread = layout.search.space, layout.search.machine, layout.spread
     flops = sum(
         operation.flops * trips / spread.share(operation)
-        for operation, trips in space.step._equations.operations(on_device=True)
+        for operation, trips in space.equations.operations(on_device=True)
     )
     executable, hlo = program._executable, program._executable.hlo
     with hlo_errors():
@@ -270,11 +266,11 @@ def _costs(layout: Contender, program: Program, peak: int) -> StepCost:
         if axes:
             size = row.sent_once * (1 if row.times is None else row.times)
             sent[axes] += size
-            seconds[axes] += space.machine.seconds(row.op.kind, axes, size)
+            seconds[axes] += machine.seconds(row.op.kind, axes, size)
     # What is sent beyond the gathers and sums of weights that are predicted, products wait for.
     hidden = defaultdict[tuple[str, ...], float](float)
     for predicted in spread.sent:
-        hidden[predicted.axes] += space.machine.sending(space.arrays, [predicted]).meanwhile
+        hidden[predicted.axes] += machine.sending(space, [predicted]).meanwhile
     meanwhile = sum(min(total, hidden[axes]) for axes, total in seconds.items())
     # Elementwise arithmetic, and reading and writing, is taken from the prediction.
     computing = layout.seconds.compute * (done / flops if done and flops else 1.0)

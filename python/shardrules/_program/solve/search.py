@@ -22,14 +22,17 @@ from math import floor, inf, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.text import bytes_shown, mesh_shown, printable_lines, seconds_shown
-from shardrules._program.solve.space import STORED
-from shardrules._program.solve.spread import Seconds, Spread, is_apart
+from shardrules._place.mesh import as_mesh
+from shardrules._program.solve.space import STORED, Space
+from shardrules._program.solve.spread import Machine, Seconds, Spread, is_apart
 
 if TYPE_CHECKING:
-    from shardrules._program.solve.space import Assignment, Axes, Space
+    from shardrules._base.hardware import Hardware
+    from shardrules._program.solve.space import Assignment, Axes
     from shardrules._program.solve.spread import Bounds, Need
     from shardrules._program.step.equations import Body, Equations, TracedOperation
     from shardrules._program.step.step import Step
+    from shardrules._program.topologies.topology import Topology
 
 _Group = list[tuple["TracedOperation", int]]
 
@@ -49,22 +52,22 @@ class Term(NamedTuple):
 class Terms:
     """The terms of a step in a space, each evaluated when it is first asked for."""
 
-    def __init__(self, space: Space) -> None:
-        self.space = space
-        self._probe = Spread(space.arrays, {})
-        self._running = {id(operation) for operation, _ in space.step._equations.operations()}
+    def __init__(self, space: Space, machine: Machine) -> None:
+        self.space, self.machine = space, machine
+        self._probe = Spread(space, {})
+        self._running = {id(operation) for operation, _ in space.equations.operations()}
         self._evaluated: dict[tuple[Any, ...], tuple[Seconds, dict[int, list[Need]]]] = {}
         groups = [
             group
-            for group in _groups(self._probe, space.step._equations)
+            for group in _groups(self._probe, space.equations)
             if len(group) > 1 or not self._is_free(group[0][0])
         ]
         self.terms: list[Term] = []
         readers: dict[int, list[int]] = {}
         for place, group in enumerate(groups):
             numbers = dict.fromkeys(n for operation, _ in group for n in _numbers(operation))
-            chosen = (n for n in numbers if n not in space.arrays.fixed)
-            arrays = tuple(space.arrays.unlike(chosen))
+            chosen = (n for n in numbers if n not in space.fixed)
+            arrays = tuple(space.unlike(chosen))
             self.terms.append(Term(space.scope_of(numbers), tuple(group), arrays))
             made = {number for operation, _ in group for number in operation.outputs}
             read = {n for operation, _ in group for n in operation.inputs if n is not None}
@@ -78,18 +81,18 @@ class Terms:
 
     def _is_free(self, operation: TracedOperation) -> bool:
         """Say whether an operation costs nothing in any layout, as its arrays are cut alike."""
-        arrays, rule = self.space.arrays, operation.rule
+        space, rule = self.space, operation.rule
         if operation.name == "scan":  # whose dimension of loops is whole
             (body,) = operation.bodies
             return all(
-                (arrays.classes[outer][is_slice:], arrays.is_weight(outer))
-                == (arrays.classes[inner], arrays.is_weight(inner))
+                (space.classes[outer][is_slice:], space.is_weight(outer))
+                == (space.classes[inner], space.is_weight(inner))
                 for outer, inner, is_slice in operation.arguments(body) + operation.results(body)
                 if outer is not None and inner is not None and outer != inner
             )
         if rule is None or rule.summed or is_apart(operation):
             return False
-        alike = {arrays.first[n] for n in _numbers(operation) if any(arrays.classes[n])}
+        alike = {space.first[n] for n in _numbers(operation) if any(space.classes[n])}
         is_turned = operation.name == "transpose"  # of a square array: the axes stay in their place
         is_alike = len(alike) < 2 and not rule.whole and not rule.minor and not is_turned
         return rule.is_identity or is_alike
@@ -107,14 +110,14 @@ class Terms:
             return Seconds()
         self._probe.begin(assignment)
         self._probe.send(number, needs)
-        return self.space.machine.sending(self.space.arrays, self._probe.sent)
+        return self.machine.sending(self.space, self._probe.sent)
 
     def _evaluate(
         self, place: int, assignment: Mapping[int, Axes]
     ) -> tuple[Seconds, dict[int, list[Need]]]:
         """Return the seconds of operations, and how they read arrays that others read as well."""
         term, probe = self.terms[place], self._probe
-        key = (place, *[self.space.arrays.cuts(number, assignment) for number in term.arrays])
+        key = (place, *[self.space.cuts(number, assignment) for number in term.arrays])
         if key not in self._evaluated:
             probe.begin(assignment)
             for operation, trips in term.operations:
@@ -123,9 +126,8 @@ class Terms:
             for number in probe.needs.keys() - shared:
                 probe.send(number, probe.needs[number])
             running = (row for row in term.operations if id(row[0]) in self._running)
-            machine = self.space.machine
-            seconds = machine.computing(probe, running)
-            seconds = seconds.plus(machine.sending(self.space.arrays, probe.sent))
+            seconds = self.machine.computing(probe, running)
+            seconds = seconds.plus(self.machine.sending(self.space, probe.sent))
             self._evaluated[key] = seconds, shared
         return self._evaluated[key]
 
@@ -215,8 +217,7 @@ class Resident:
 
     def _array(self, number: int, assignment: Mapping[int, Axes]) -> int:
         """Return the bytes of an array on a device."""
-        arrays = self._space.arrays
-        return arrays.bytes(number, arrays.cuts(number, assignment))
+        return self._space.bytes(number, self._space.cuts(number, assignment))
 
 
 def _alive_together(step: Step) -> Iterator[list[int]]:
@@ -293,9 +294,13 @@ PROGRESS: ContextVar[Callable[[str], object]] = ContextVar("PROGRESS", default=l
 class Search:
     """The search on one mesh."""
 
-    def __init__(self, space: Space, mesh: Any = None) -> None:
-        self.space, self.mesh = space, mesh
-        self.terms, self.resident = Terms(space), Resident(space)
+    def __init__(
+        self, step: Step, mesh: Any, hardware: Hardware, hbm: int, topology: Topology | None = None
+    ) -> None:
+        self.mesh, self.hbm = mesh, hbm
+        self.machine = Machine(hardware, as_mesh(mesh).shape, topology)
+        self.space = space = Space(step, self.machine.sizes)
+        self.terms, self.resident = Terms(space, self.machine), Resident(space)
         self.seconds = inf
         """Of the best assignment."""
         self.assignment: Assignment | None = None
@@ -311,7 +316,7 @@ class Search:
         return self._missing_bytes(assignment) > 0
 
     def _missing_bytes(self, assignment: Assignment) -> int:
-        return max(0, self.resident.bytes(assignment) - self.space.hbm)
+        return max(0, self.resident.bytes(assignment) - self.hbm)
 
     def _offer(self, assignment: Assignment) -> None:
         """Keep an assignment if it is better than the best, and fits."""
@@ -453,7 +458,7 @@ class Search:
                 scope = self.resident.groups[group][0]
                 sizes = ((row, [self.resident.of(group, v)]) for row, v in self._assignments(scope))
                 alive += costs(scope, sizes)
-            model.add(sum(alive) <= self.space.hbm)
+            model.add(sum(alive) <= self.hbm)
         model.minimize(total)
         for name, value in (self.assignment or {}).items():
             model.add_hint(variables[name], self.space.values[name].index(value))
@@ -483,7 +488,7 @@ class Search:
                 if (
                     self.terms.total(simpler).total <= self.seconds * (1 + _ROUNDING)
                     and needed <= self.resident.bytes(self.assignment) * (1 + _LITTLE)
-                    and needed <= self.space.hbm
+                    and needed <= self.hbm
                 ):
                     self.assignment = simpler
 
@@ -498,11 +503,10 @@ def has_solver() -> bool:
     return find_spec("ortools") is not None
 
 
-def best_of(searches: Sequence[Search], others: Iterable[Search] = ()) -> tuple[Search, float]:
+def best_of(searches: Sequence[Search]) -> tuple[Search, float]:
     """Search each mesh; return the search on the best one, and seconds that none takes less than.
 
-    An interrupt ends all, with what is known by then. If nothing fits, `others` are further meshes,
-    of which one that has room is named.
+    An interrupt ends all, with what is known by then.
     """
 
     def best() -> Search:  # of those alike the first, with most devices along the first axes
@@ -519,41 +523,31 @@ def best_of(searches: Sequence[Search], others: Iterable[Search] = ()) -> tuple[
             if seconds < inf:
                 gap = max(0.0, 1 - bound / seconds) if seconds else 0.0
                 PROGRESS.get()(
-                    f"mesh {number} of {len(searches)}, {mesh_shown(search.space.machine.sizes)}: "
+                    f"mesh {number} of {len(searches)}, {mesh_shown(search.machine.sizes)}: "
                     f"best {seconds_shown(seconds)}, bound {seconds_shown(bound)}, gap {gap:.1%}"
                 )
     winner = best()
     bound = min(search.bound for search in searches)
     if winner.assignment is None:
-        raise _nothing(searches, others)
+        raise _nothing(searches)
     winner.simplify()
     seconds = winner.terms.total(winner.assignment).total
     return winner, seconds if bound >= seconds * (1 - 2 * _ROUNDED) else bound
 
 
-def _nothing(searches: Sequence[Search], others: Iterable[Search]) -> ValueError:
+def _nothing(searches: Sequence[Search]) -> ValueError:
     """Return the error that nothing that fits was found: by how much, and for which arrays."""
-
-    def least(rows: Iterable[Search]) -> tuple[int, Search] | None:
-        sizes = ((row.resident.bytes(row.least_memory()), row) for row in rows)
-        return min(sizes, key=lambda pair: pair[0], default=None)
-
-    tried, other = least(searches), least(others)
-    assert tried is not None
-    needed, search = tried
+    sizes = [search.resident.bytes(search.least_memory()) for search in searches]
+    needed = min(sizes)
+    search = searches[sizes.index(needed)]
     space, largest = search.space, search.resident.largest(search.least_memory())[:_SHOWN]
     lines = [
         f"{space.step.name}: nothing fits of what was tried: with the least memory that was found "
         f"it needs {bytes_shown(needed)} on each device of "
-        f"{mesh_shown(space.machine.sizes)}, {bytes_shown(needed - space.hbm)} more than the "
-        f"{bytes_shown(space.hbm)} that there are",
+        f"{mesh_shown(search.machine.sizes)}, {bytes_shown(needed - search.hbm)} more than the "
+        f"{bytes_shown(search.hbm)} that there are",
         *(f"  {bytes_shown(size)} {_array(space.step, n)}" for size, n in largest),
     ]
-    if other is not None and other[0] <= space.hbm:
-        there = mesh_shown(other[1].space.machine.sizes)
-        lines.append(
-            f"there is room on {there}, where it needs {bytes_shown(other[0])}: solve there"
-        )
     return ValueError(printable_lines(lines))
 
 

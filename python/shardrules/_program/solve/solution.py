@@ -24,7 +24,7 @@ from shardrules._base.text import (
     seconds_shown,
 )
 from shardrules._place.mesh import as_mesh, has_devices, in_force
-from shardrules._plan.answers import Column, Section, Table
+from shardrules._plan.answers import Section, Table
 from shardrules._plan.findings import Declared
 from shardrules._plan.kinds import axes_named
 from shardrules._plan.plan import Plan
@@ -46,8 +46,7 @@ from shardrules._program.solve.candidates import (
 )
 from shardrules._program.solve.constraints import Activation, activations, constrained_step
 from shardrules._program.solve.search import PROGRESS, Search, best_of, has_solver
-from shardrules._program.solve.space import STORED, Space
-from shardrules._program.solve.spread import Machine
+from shardrules._program.solve.space import STORED
 from shardrules._program.step.equations import inputs_of
 from shardrules._program.step.step import Step
 from shardrules._program.topologies.topology import Topology, hardware_on, topology_of
@@ -58,12 +57,10 @@ if TYPE_CHECKING:
 
     from shardrules._base.hardware import Hardware
     from shardrules._program.program import Program
-    from shardrules._program.solve.spread import Spread
     from shardrules._program.step.step import ClassRole
 
 _AXES: Final = ("fsdp", "tp")
 _MESHES_SHOWN: Final = 4
-_COLUMNS: Final = (Column("choice"), Column("next best"))
 
 
 @answer
@@ -80,16 +77,16 @@ class Solution:
     """By path, such as "inputs/0/embed", the spec of each argument."""
     choices: tuple[ClassChoice, ...]
     candidates: tuple[Candidate, ...]
-    """The layouts that were compiled, the best first, which is this one; without a compiler this
-    one alone."""
+    """The layouts of the shortlist, the best first, which is this one: as compiled, or without a
+    compiler as predicted."""
     program: Program | None
     """What the compiler makes of it; None if it was not asked."""
     bound: float
     """Seconds: no choice in the space is predicted to take less."""
     left_out: tuple[dict[str, int], ...]
     """Meshes that have all devices and were not tried: they split a dimension of the topology."""
-    _spread: Spread
-    """Cuts of all arrays of the step, and what is sent."""
+    _layout: Contender
+    """This layout: cuts of all arrays of the step, and what is sent."""
 
     @property
     def compiled(self) -> StepCost | None:
@@ -119,35 +116,30 @@ class Solution:
         if self.gap and not has_solver():
             gap += "; pip install ortools, which proves more"
         costs, note = self.candidates[0].predicted, ""
+        shares = self._layout.search.machine.shares_links
+        links = " whose axes are taken to share the links evenly," if shares else ""
         if self.compiled is not None:
             note = f"as compiled, the best of {counted(len(self.candidates), 'layout')}; "
             note += f"predicted {seconds_shown(costs.seconds)}, {bytes_shown(costs.memory)}; "
             costs = self.compiled
         return (
-            f"{seconds_shown(costs.seconds)} a step on {mesh_shown(self.plan.axis_sizes)}, "
+            f"{seconds_shown(costs.seconds)} a step on {mesh_shown(self.plan.axis_sizes)},{links} "
             f"{bytes_shown(costs.memory)} on each device; {note}bound {seconds_shown(self.bound)} "
             f"for layouts that shard each class of dimensions alike: {gap}"
         )
-
-    def __str__(self) -> str:
-        parts = self._parts()[:-1]
-        lines = (part.lines() if isinstance(part, Table) else [part] for part in parts)
-        return printable_lines([line for rows in lines for line in rows])
 
     def _section(self, page: Page) -> Section:
         return Section("Solution", (self,))
 
     def _parts(self) -> list[Table | str]:
-        """Return what notebooks show: choices, candidates if they were compiled, constraints."""
-        rows = [(str(row), row.next_best) for row in self.choices]
-        parts: list[Table | str] = [self.summary, Table(_COLUMNS, rows)]
-        if self.compiled is not None:
-            parts.append(table_of_candidates(self.candidates))
+        """Return summary, choices, candidates, and the meshes that were not tried."""
+        lines = printable_lines([self.summary, *map(str, self.choices)])
+        parts: list[Table | str] = [lines, table_of_candidates(self.candidates)]
         if self.left_out:
             meshes = [mesh_shown(mesh) for mesh in self.left_out[:_MESHES_SHOWN]]
             meshes += and_more(len(self.left_out), _MESHES_SHOWN, "mesh")
             parts.append(f"not tried, as they split a dimension of the slice: {'; '.join(meshes)}")
-        return [*parts, printable_lines(["constraints, by line", *map(str, self.activations)])]
+        return parts
 
     @property
     def rules(self) -> Rules:
@@ -172,7 +164,7 @@ class Solution:
 
         Each is printed as the line that shards it: XLA keeps to it, also in the backward pass.
         """
-        return activations(self.step, self._spread)
+        return activations(self.step, self._layout.spread)
 
     @contextmanager
     def constraints(self, mesh: Mesh | None = None) -> Iterator[Callable[..., Any]]:
@@ -199,7 +191,7 @@ class Solution:
                 f"jax.make_mesh({tuple(solved.shape.values())}, {tuple(solved.shape)})"
             )
         with in_force(devices):
-            yield constrained_step(self.step, self._spread, devices)
+            yield constrained_step(self.step, self._layout.spread, devices)
 
 
 def solve(
@@ -252,24 +244,14 @@ def solve(
     room = hardware.memory_bytes if hbm is None else memory_bytes("hbm", hbm)
     meshes, left_out = on._whole_and_split(axes) if isinstance(on, Topology) else ([on], [])
 
-    def search_on(mesh: Any) -> Search:
-        machine = Machine(hardware, dict(as_mesh(mesh).shape), topology)
-        return Search(Space(step, machine, room), mesh)
-
     # Of those alike the first is the answer: that with most devices along the first axes.
-    searches = list(map(search_on, reversed(meshes)))
-
-    def others() -> Iterator[Search]:
-        tried = [search.space.machine.sizes for search in searches]
-        rows = topology._whole_and_split(axes) if topology else ()
-        yield from (search_on(sizes) for row in rows for sizes in row if sizes not in tried)
-
-    best, bound = best_of(searches, others())
+    searches = [Search(step, row, hardware, room, topology) for row in reversed(meshes)]
+    best, bound = best_of(searches)
     rows = _compiled_shortlist(best, searches, topology)
     refused = [row for row in rows if row.needed]
     if rows[0].refusal and refused:  # predictions are so much too low
         for search in searches:
-            search.space.hbm = round(room * refused[0].memory / refused[0].needed)
+            search.hbm = round(room * refused[0].memory / refused[0].needed)
         with suppress(ValueError):
             rows += _compiled_shortlist(best_of(searches)[0], searches, topology)
             rows.sort(key=Contender.rank)
@@ -286,17 +268,17 @@ def solve(
         program=answer.program,
         bound=bound,
         left_out=tuple(left_out),
-        _spread=answer.spread,
+        _layout=answer,
     )
 
 
 def _compiled_shortlist(
     best: Search, searches: Sequence[Search], topology: Topology | None
 ) -> list[Contender]:
-    """Return the layouts of the shortlist, the best first; the first alone without a compiler."""
+    """Return the layouts of the shortlist, the best first: as compiled, if a compiler is there."""
     entries = shortlist(best, searches)
     if mesh_to_compile(entries[0], topology) is None:
-        return entries[:1]
+        return entries
     rows: list[Contender] = []
     with suppress(KeyboardInterrupt):  # then those count that are known
         for row in compiled(entries, topology):
@@ -310,7 +292,7 @@ def _refused(rows: list[Contender]) -> ValueError:
     lines = [
         f"{rows[0].search.space.step.name}: nothing fits: the compiler refuses all of the "
         f"{counted(len(rows), 'layout')} that are predicted to fit and to take least time",
-        *(f"  {r.what} on {mesh_shown(r.search.space.machine.sizes)}: {r.refusal}" for r in rows),
+        *(f"  {r.what} on {mesh_shown(r.search.machine.sizes)}: {r.refusal}" for r in rows),
     ]
     return ValueError(printable_lines(lines))
 
@@ -326,8 +308,6 @@ class ClassChoice(NamedTuple):
     arrays: tuple[tuple[str, int], ...]
     """(path, dimension) of each argument that has them."""
     axes: tuple[str, ...]
-    next_best: str
-    """The best other axes, with what a step is predicted to cost if all else stays."""
 
     def __str__(self) -> str:
         axes = ",".join(self.axes)
@@ -349,20 +329,7 @@ def _class_choices(layout: Contender) -> Iterator[ClassChoice]:
                 0 if name == STORED else step._equations.dims.sizes[name],
                 tuple(step._places.get(name, ())),
                 assignment[name],
-                _next_best(layout, name),
             )
-
-
-def _next_best(layout: Contender, name: int) -> str:
-    """Return the next best value of a variable, one that fits before others, with its costs."""
-    search, rows = layout.search, []
-    for axes in search.space.values[name]:
-        if axes != layout.assignment[name]:
-            changed = {**layout.assignment, name: axes}
-            seconds, memory = search.terms.total(changed).total, search.resident.bytes(changed)
-            text = f"{','.join(axes) or 'whole'} {seconds_shown(seconds)}, {bytes_shown(memory)}"
-            rows.append((memory > search.space.hbm, seconds, text))
-    return min(rows)[-1]
 
 
 def ruled(step: Step, specs: Mapping[str, PartitionSpec], mesh: Any) -> Suggestion:

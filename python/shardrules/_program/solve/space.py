@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._base.dtypes import bits_of
 from shardrules._base.specs import entries_of, entry_axes
-from shardrules._program.solve.spread import Spread
 from shardrules._program.step.equations import constrains, inputs_of
 
 if TYPE_CHECKING:
-    from shardrules._program.solve.spread import Machine
-    from shardrules._program.step.equations import Body, Cuts, Equations
+    from shardrules._program.step.equations import Body, Cuts
     from shardrules._program.step.factors import Dims
-    from shardrules._program.step.step import Roles, Step
+    from shardrules._program.step.step import Step
 
 Axes = tuple[str, ...]
 Assignment = dict[int, Axes]
@@ -37,16 +35,20 @@ _RANKS: Final = (
     "experts", "KV heads", "heads", "query heads of a KV head", "hidden", "vocabulary", "",
     "batch", "sequence", "model width", "head size", "layers",
 )  # fmt: skip
+# Classes of which no array is so large a part of the largest one are whole.
+_SMALL: Final = 1e-4
 
 
-class StepArrays:
-    """What a layout needs to know of the arrays of a step."""
+class Space:
+    """Layouts of a step on a mesh: how arrays are cut in one, what is chosen, those to begin with.
 
-    def __init__(self, equations: Equations, roles: Roles, sizes: Mapping[str, int]) -> None:
-        self.equations, self.roles, self.sizes = equations, roles, sizes
-        self.fixed: dict[int, Cuts] = {}
-        """Cuts of arrays that are not chosen."""
-        dims = equations.dims
+    Variables are the mesh axes of classes of dimensions, and those of storage.
+    """
+
+    def __init__(self, step: Step, sizes: Mapping[str, int]) -> None:
+        self.step, self.sizes = step, {axis: size for axis, size in sizes.items() if size > 1}
+        self.equations, self.roles = step._equations, step._roles
+        equations, roles, dims = self.equations, self.roles, self.equations.dims
         self.classes: list[tuple[Dims, ...]] = [
             tuple(map(dims.classes, value.dims)) for value in equations.values
         ]
@@ -72,10 +74,21 @@ class StepArrays:
         self._names = [tuple(name for row in rows for name in row) for rows in self.classes]
         self._known: dict[tuple[Any, ...], Cuts] = {}
         self._stored_places = cache(self._places_to_store)
-        self.count = cache(lambda axes: prod(sizes[axis] for axis in axes))
+        self.count = cache(lambda axes: prod(self.sizes[axis] for axis in axes))
         """Devices along mesh axes."""
         self.bytes = cache(self._bytes)
         """Bytes of an array on a device, by its number and cuts."""
+        self.fixed = self._facts()
+        """Cuts of arrays that are not chosen."""
+        every = [axes for n in range(len(self.sizes) + 1) for axes in combinations(self.sizes, n)]
+        self.values = {STORED: every} | {
+            name: [axes for axes in every if dims.sizes[name] % self.count(axes) == 0]
+            for name in self._large_classes()
+        }
+        """The sets of axes from which each variable is chosen."""
+        self.values = {name: values for name, values in self.values.items() if len(values) > 1}
+
+    # The arrays in a layout
 
     def is_weight(self, number: int) -> bool:
         """Say whether an array is a weight, or of its dimensions, as gradients and state are."""
@@ -166,55 +179,15 @@ class StepArrays:
         bits = 0 if value.dtype is None else bits_of(value.dtype)  # of a token
         return -(-prod(parts) * bits // 8)
 
-
-def _inside(body: Body, is_local: bool = False) -> Iterator[int]:
-    """Yield the arrays of code by device, and results of what is not modelled."""
-    if is_local:
-        yield from body.inputs
-    for operation in body.operations:
-        if is_local:  # constants among them
-            yield from (number for number in operation.inputs if number is not None)
-        if is_local or (operation.rule is None and not operation.bodies):
-            yield from operation.outputs
-        for inner in operation.bodies:
-            yield from _inside(inner, is_local or operation.name == "shard_map")
-
-
-# Classes of which no array is so large a part of the largest one are whole.
-_SMALL: Final = 1e-4
-
-
-class Space:
-    """Variables with their values: mesh axes of classes of dimensions, and of storage.
-
-    Args:
-        step: What is solved for.
-        machine: The devices of the mesh.
-        hbm: Bytes of memory of a device.
-    """
-
-    def __init__(self, step: Step, machine: Machine, hbm: int) -> None:
-        self.step, self.machine, self.hbm = step, machine, hbm
-        self.sizes = {axis: size for axis, size in machine.sizes.items() if size > 1}
-        self.arrays = StepArrays(step._equations, step._roles, self.sizes)
-        self.arrays.fixed = self._facts()
-        self.values: dict[int, list[Axes]] = {STORED: list(_subsets(self.sizes))}
-        for name in self._large_classes():
-            size = step._equations.dims.sizes[name]
-            self.values[name] = [
-                axes
-                for axes in _subsets(self.sizes)
-                if size % prod(self.sizes[axis] for axis in axes) == 0
-            ]
-        self.values = {name: values for name, values in self.values.items() if len(values) > 1}
+    # What is chosen, and layouts to begin with
 
     def _large_classes(self) -> list[int]:
         """Return the classes that may be cut: of large arrays, without loops and heads."""
-        equations = self.step._equations
+        equations = self.equations
         most: dict[int, int] = {}
-        read = {*equations.users, *equations.body.inputs} - self.arrays.local
-        for number in read - self.arrays.fixed.keys():
-            for name in {name for row in self.arrays.classes[number] for name in row}:
+        read = {*equations.users, *equations.body.inputs} - self.local
+        for number in read - self.fixed.keys():
+            for name in {name for row in self.classes[number] for name in row}:
                 most[name] = max(most.get(name, 0), equations.values[number].bits)
         least = _SMALL * max((equations.values[number].bits for number in read), default=0)
         excluded = equations.looped | self._parts_of_heads()
@@ -223,10 +196,10 @@ class Space:
 
     def _facts(self) -> dict[int, Cuts]:
         """Return the cuts of constants, and of what only code by device makes and reads."""
-        equations = self.step._equations
-        constants = {number: self.arrays.known(number, ()) for number in equations.constants}
+        equations = self.equations
+        constants = {number: self.known(number, ()) for number in equations.constants}
         return constants | {
-            number: self.arrays.known(number, equations.manual[number])
+            number: self.known(number, equations.manual[number])
             for operation, _ in equations.everything()
             for number in operation.outputs
             if operation.name == "shard_map"
@@ -239,8 +212,8 @@ class Space:
         Devices have contiguous parts of a dimension: whole heads. What is cut out of such a class,
         as rotary embeddings are, is one as well, and so is what is put together of such parts.
         """
-        equations, roles = self.step._equations, self.step._roles
-        weights = [self.arrays.classes[number] for number in roles.weights.values()]
+        equations, roles = self.equations, self.roles
+        weights = [self.classes[number] for number in roles.weights.values()]
         parts = {
             name
             for rows in weights
@@ -263,21 +236,19 @@ class Space:
 
         Axes of the batch that cut weights store them; all others are those of their class.
         """
-        equations, roles = self.step._equations, self.step._roles
+        equations, roles = self.equations, self.roles
         cuts_of = dict(zip(equations.body.inputs, argument_cuts(self.step), strict=True))
         written = (row for row, _ in equations.everything() if constrains(row.eqn))
         cuts_of |= {row.outputs[0]: constraint_cuts(row.eqn) for row in written}
         wishes: dict[int, list[str]] = {name: [] for name in self.values}
         stored = wishes.setdefault(STORED, [])
-        for number in sorted(cuts_of, key=self.arrays.is_weight):
-            for classes, axes in zip(
-                self.arrays.classes[number], cuts_of[number] or (), strict=False
-            ):
+        for number in sorted(cuts_of, key=self.is_weight):
+            for classes, axes in zip(self.classes[number], cuts_of[number] or (), strict=False):
                 batch = {
                     a for name, row in wishes.items() if roles.of.get(name) == "batch" for a in row
                 }
                 for axis in axes:
-                    is_stored = self.arrays.is_weight(number) and axis in batch
+                    is_stored = self.is_weight(number) and axis in batch
                     wish = stored if is_stored else wishes.get(classes[0] if classes else 0, [])
                     wish.append(axis)
         return {
@@ -302,7 +273,7 @@ class Space:
 
         Sequences have what does not divide the batch, and the axis of weights.
         """
-        roles = self.step._roles
+        roles = self.roles
         layout: Assignment = {}
         for name in self.values:
             role = roles.of.get(name, "")
@@ -324,23 +295,32 @@ class Space:
         fitting = (value for value in self.values[name] if set(value) <= set(wish))
         return max(fitting, key=lambda value: prod(self.sizes[axis] for axis in value), default=())
 
-    def spread(self, assignment: Mapping[int, Axes]) -> Spread:
-        """Return what the step sends; what has no value is whole."""
-        return Spread(self.arrays, assignment).of_step()
-
     def shown(self, name: int) -> str:
         """Return role and size of a class."""
-        role = self.step._roles.of.get(name, "") or "no role"
-        return f"{role} {self.step._equations.dims.sizes[name]:,}"
+        role = self.roles.of.get(name, "") or "no role"
+        return f"{role} {self.equations.dims.sizes[name]:,}"
 
     def scope_of(self, numbers: Iterable[int]) -> tuple[int, ...]:
         """Return the variables on which the layout of arrays depends."""
         names: set[int] = set()
         for number in numbers:
-            names.update(name for row in self.arrays.classes[number] for name in row)
-            if self.arrays.is_stored(number):
+            names.update(name for row in self.classes[number] for name in row)
+            if self.is_stored(number):
                 names.add(STORED)
         return tuple(name for name in self.values if name in names)
+
+
+def _inside(body: Body, is_local: bool = False) -> Iterator[int]:
+    """Yield the arrays of code by device, and results of what is not modelled."""
+    if is_local:
+        yield from body.inputs
+    for operation in body.operations:
+        if is_local:  # constants among them
+            yield from (number for number in operation.inputs if number is not None)
+        if is_local or (operation.rule is None and not operation.bodies):
+            yield from operation.outputs
+        for inner in operation.bodies:
+            yield from _inside(inner, is_local or operation.name == "shard_map")
 
 
 def argument_cuts(step: Step) -> list[Cuts | None]:
@@ -362,10 +342,3 @@ def constraint_cuts(eqn: Any) -> Cuts | None:
 def _sharding_cuts(sharding: Any) -> Cuts | None:
     spec = getattr(sharding, "spec", None)
     return None if spec is None else tuple(map(entry_axes, entries_of(spec)))
-
-
-def _subsets(axes: Iterable[str]) -> Iterable[Axes]:
-    """Yield all subsets of axes in their order, the smallest first."""
-    names = tuple(axes)
-    for count in range(len(names) + 1):
-        yield from combinations(names, count)

@@ -9,7 +9,7 @@ Prices are the seconds of what operations compute, read, write and send.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cache, partial
 from itertools import pairwise, product
 from math import gcd, prod
@@ -19,10 +19,11 @@ from shardrules._program.work import KERNEL_EFFICIENCY
 
 if TYPE_CHECKING:
     from shardrules._base.hardware import Hardware
-    from shardrules._program.solve.space import Axes, StepArrays
+    from shardrules._program.solve.space import Axes, Space
     from shardrules._program.step.equations import Cuts, TracedOperation
     from shardrules._program.step.factors import Factors, Rule
-    from shardrules._program.topologies.topology import Links, Topology
+    from shardrules._program.topologies.topology import Topology
+    from shardrules._program.topologies.tpu import Links
 
 CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 _MOST_CHOICES: Final = 256
@@ -49,9 +50,9 @@ Need = tuple["Cuts", int]
 class Spread:
     """What operations of a step send, if arrays are cut as an assignment has them."""
 
-    def __init__(self, arrays: StepArrays, assignment: Mapping[int, Axes]) -> None:
-        self.arrays, self.sizes = arrays, arrays.sizes
-        self._equations = arrays.equations
+    def __init__(self, space: Space, assignment: Mapping[int, Axes]) -> None:
+        self.space, self.sizes = space, space.sizes
+        self._equations = space.equations
         self.begin(assignment)
 
     def begin(self, assignment: Mapping[int, Axes]) -> None:
@@ -81,7 +82,7 @@ class Spread:
 
     def target(self, number: int) -> Cuts:
         """Return the cuts that the layout has for an array."""
-        return self.arrays.cuts(number, self._assignment)
+        return self.space.cuts(number, self._assignment)
 
     def cuts(self, number: int) -> Cuts:
         """Return the cuts of an array: those of the layout, but of what is not added up yet."""
@@ -89,11 +90,11 @@ class Spread:
 
     def share(self, operation: TracedOperation) -> int:
         """Return how many devices share the work of an operation."""
-        return self.arrays.count(self._axes.get(id(operation), ()))
+        return self.space.count(self._axes.get(id(operation), ()))
 
     def bytes(self, number: int) -> int:
         """Return the bytes of an array on a device."""
-        return self.arrays.bytes(number, self.cuts(number))
+        return self.space.bytes(number, self.cuts(number))
 
     # Operations
 
@@ -107,10 +108,10 @@ class Spread:
         else:  # not modelled: each device has all that it reads
             for number in operation.inputs:
                 if number is not None:
-                    self._move(number, self.arrays.known(number, ()))
+                    self._move(number, self.space.known(number, ()))
         for number in operation.outputs:
             if number not in self._terms:  # or an addition sends what devices have of a sum
-                self._cuts.setdefault(number, self.arrays.known(number, ()))
+                self._cuts.setdefault(number, self.space.known(number, ()))
                 self._move(number, self.target(number))
                 del self._cuts[number]
 
@@ -119,7 +120,7 @@ class Spread:
 
         Of code by device these are its specs.
         """
-        manual, known = self._equations.manual, self.arrays.known
+        manual, known = self._equations.manual, self.space.known
         for body in operation.bodies:
             for outer, inner, is_slice in operation.arguments(body):
                 if outer is not None and inner != outer:
@@ -136,7 +137,7 @@ class Spread:
         if rule.is_identity:
             for before, after in zip(operation.inputs, operation.outputs, strict=False):
                 cuts = () if before is None else self.cuts(before)
-                self._cuts[after] = self.arrays.known(after, cuts)
+                self._cuts[after] = self.space.known(after, cuts)
             return
         choice = self._cheapest(operation, rule, self._options(operation, rule))
         self._axes[id(operation)] = tuple(axis for axes in choice.values() for axis in axes)
@@ -191,9 +192,9 @@ class Spread:
             cuts = _array_cuts(dims, choice)
             moves.append((number, cuts, self.target(number)))
             if summed:  # twice the bytes
-                sent += [("all-reduce", summed, 2 * self.arrays.bytes(number, cuts))]
+                sent += [("all-reduce", summed, 2 * self.space.bytes(number, cuts))]
         sent += [row for move in moves for row in self._moves(*move)]
-        counts = [self.arrays.count(axes) for _, axes, _ in sent]
+        counts = [self.space.count(axes) for _, axes, _ in sent]
         return sum(row[2] * (count - 1) / count for row, count in zip(sent, counts, strict=True))
 
     # Sums
@@ -278,13 +279,13 @@ class Spread:
         gathered = [a for row in before for a in row if a not in place]
         turned = [a for dim, row in enumerate(before) for a in row if place.get(a, dim) != dim]
         if turned:
-            yield "all-to-all", tuple(turned), self.arrays.bytes(number, before)
+            yield "all-to-all", tuple(turned), self.space.bytes(number, before)
         if gathered:
             rows = tuple(
                 tuple(a for a in row if a not in gathered and place.get(a) == dim)
                 for dim, row in enumerate(before)
             )
-            yield "all-gather", tuple(gathered), self.arrays.bytes(number, rows)
+            yield "all-gather", tuple(gathered), self.space.bytes(number, rows)
 
 
 def _factor_cuts(
@@ -335,7 +336,7 @@ def _fitting_cuts(
 
 def _closed_factors(
     rule: Rule, axes: Mapping[int, tuple[str, ...]], sizes: Mapping[str, int]
-) -> frozenset[int]:
+) -> Set[int]:
     """Return the factors that devices cannot share if these axes cut the others.
 
     They need all of it; or parts of a minor one are not contiguous in a dimension, since its major
@@ -350,7 +351,7 @@ def _closed_factors(
                 count = prod(sizes[axis] for axis in axes.get(before, ()))
                 if before in closed or count != rule.sizes[before]:
                     closed.add(factor)
-    return frozenset(closed)
+    return closed
 
 
 PRODUCTS: Final = frozenset(["dot_general", "ragged_dot_general", "conv_general_dilated"])
@@ -428,7 +429,15 @@ class Machine:
             most = min(remaining, size)
             self._inside[axis] = next(n for n in range(most, 0, -1) if size % n == 0)
             remaining //= self._inside[axis]
+        near = [axis for axis, count in self._inside.items() if count > 1]
+        self._sharing = near if hardware.torus_dimensions > 1 else []
+        """Axes that share the links of a torus."""
         self._rate = cache(lambda kind, axes: self.seconds(kind, axes, self.sent(kind, axes, 1)))
+
+    @property
+    def shares_links(self) -> bool:
+        """True if axes share links evenly, since no topology says which has how many."""
+        return self._links is None and len(self._sharing) > 1
 
     def computing(
         self, spread: Spread, operations: Iterable[tuple[TracedOperation, int]]
@@ -447,7 +456,7 @@ class Machine:
     def _operation(self, spread: Spread, operation: TracedOperation) -> tuple[float, float]:
         """Return the seconds of an operation's products, and those of reading and writing."""
         reads = [number for number in operation.inputs if number is not None]
-        dtype = spread.arrays.equations.values[reads[0]].dtype if reads else None
+        dtype = spread.space.equations.values[reads[0]].dtype if reads else None
         rates = self.hardware.flops_per_second  # those without a figure have that of bfloat16
         peak = rates.get(getattr(dtype, "name", "bfloat16"), rates.get("bfloat16"))
         share = KERNEL_EFFICIENCY if operation.rule is None else self.hardware.efficiency
@@ -456,13 +465,13 @@ class Machine:
         flops = operation.flops / spread.share(operation)
         return flops / speed, moved / self.hardware.memory_bytes_per_second
 
-    def sending(self, arrays: StepArrays, rows: Iterable[SpreadCollective]) -> Seconds:
+    def sending(self, space: Space, rows: Iterable[SpreadCollective]) -> Seconds:
         """Return the seconds of collectives: products wait for activations alone."""
         meanwhile = alone = 0.0
         for row in rows:
             seconds = row.payload * row.trips * self._rate(row.kind, row.axes)
-            is_gradient = "reduce" in row.kind and arrays.is_weight(row.value)
-            if is_gradient or row.value in arrays.roles.weights:
+            is_gradient = "reduce" in row.kind and space.is_weight(row.value)
+            if is_gradient or row.value in space.roles.weights:
                 meanwhile += seconds
             else:
                 alone += seconds
@@ -487,8 +496,7 @@ class Machine:
         if kind == "all-to-all":
             share *= inside
         rate = self.hardware.link_bytes_per_second
-        if self.hardware.torus_dimensions > 1:
-            near = [axis for axis, count in self._inside.items() if count > 1]
-            rate *= len({*axes}.intersection(near)) / max(1, len(near))
+        if self._sharing:
+            rate *= len({*axes}.intersection(self._sharing)) / len(self._sharing)
         within = size * (1 - share) / rate if inside > 1 else 0.0
         return max(size * share / self.hardware.dcn_bytes_per_second, within)

@@ -9,7 +9,8 @@ two, of which the dimension of 4096 consists.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache, partial
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
 from math import gcd, prod
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -26,29 +27,37 @@ Counted = Mapping[int, int]
 _NONE: Final[Counted] = MappingProxyType({})
 
 
-class Rule(NamedTuple):
-    """Factors of an operation."""
+@dataclass(eq=False)
+class Rule:
+    """Factors of an operation, which the function of its primitive names one after the other."""
 
-    sizes: tuple[int, ...]
+    params: Any
+    """Of the equation."""
+    shapes: list[Shape]
+    """Of the operands."""
+    made: list[Shape]
+    """Shapes of the results."""
+    counted: Counted = _NONE
+    sizes: list[int] = field(default_factory=list)
     """Per factor."""
-    operands: tuple[tuple[Factors, ...], ...]
+    operands: tuple[tuple[Factors, ...], ...] = ()
     """Per operand and dimension."""
-    results: tuple[tuple[Factors, ...], ...]
-    summed: frozenset[int] = frozenset()
+    results: tuple[tuple[Factors, ...], ...] = ()
+    summed: set[int] = field(default_factory=set)
     """Factors that results lack, over which terms are added or one term is chosen: a device that
     has a part of them has a term of the results."""
-    whole: frozenset[int] = frozenset()
+    whole: set[int] = field(default_factory=set)
     """Factors that a device needs whole: along them results are not computed element by element."""
-    parts: tuple[tuple[int, int], ...] = ()
+    parts: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of factors of which one is a part of the other: of slices, pads, concatenations."""
     flops: int = 0
     """Floating-point operations of products."""
-    looked_up: frozenset[int] = frozenset()
+    looked_up: set[int] = field(default_factory=set)
     """Factors of which an index chooses the rows: those of a table."""
     is_identity: bool = False
     """True if each result is one of the operands, in their order."""
 
-    @property
+    @cached_property
     def minor(self) -> frozenset[int]:
         """Factors of which a dimension consists together with others that are before them.
 
@@ -56,26 +65,6 @@ class Rule(NamedTuple):
         """
         arrays = (*self.operands, *self.results)
         return frozenset(f for array in arrays for dims in array for f in dims[1:])
-
-
-class _Operation:
-    """Operation of a jaxpr while its rule is made."""
-
-    def __init__(
-        self, params: Any, shapes: list[Shape], results: list[Shape], counted: Counted = _NONE
-    ) -> None:
-        self.params = params
-        self.shapes = shapes
-        """Of the operands."""
-        self.results = results
-        """Shapes of the results."""
-        self.counted = counted
-        self.sizes: list[int] = []
-        self.summed: set[int] = set()
-        self.whole: set[int] = set()
-        self.parts: list[tuple[int, int]] = []
-        self.looked_up: set[int] = set()
-        self.flops = 0
 
     def dimension(self, size: int) -> Factors:
         """Return a new factor for a dimension; none for one of size 1."""
@@ -100,19 +89,11 @@ class _Operation:
     def keep_whole(self, dimensions: Iterable[Factors]) -> None:
         self.whole.update(factor for factors in dimensions for factor in factors)
 
-    def rule(self, operands: Iterable[_Dims], results: Iterable[_Dims]) -> Rule:
-        """Return the rule; operands that are left out have no factors, as scalars have none."""
-        first, second = (tuple(map(tuple, arrays)) for arrays in (operands, results))
-        return Rule(
-            tuple(self.sizes),  # behind both: they may make factors
-            first + ((),) * (len(self.shapes) - len(first)),
-            second,
-            frozenset(self.summed),
-            frozenset(self.whole),
-            tuple(self.parts),
-            self.flops,
-            frozenset(self.looked_up),
-        )
+    def of(self, operands: Iterable[_Dims], results: Iterable[_Dims]) -> Rule:
+        """Return itself with these; operands that are left out have no factors, as scalars."""
+        self.operands, self.results = (tuple(map(tuple, arrays)) for arrays in (operands, results))
+        self.operands += ((),) * (len(self.shapes) - len(self.operands))
+        return self
 
 
 def rule_of(eqn: Any, counted: Counted = _NONE) -> Rule | None:
@@ -126,14 +107,14 @@ def rule_of(eqn: Any, counted: Counted = _NONE) -> Rule | None:
         >>> (eqn,) = jax.make_jaxpr(jnp.dot)(jnp.ones((8, 64)), jnp.ones((64, 32))).eqns
         >>> rule = rule_of(eqn)
         >>> rule.sizes, rule.operands, rule.results, rule.summed, rule.flops
-        ((8, 64, 32), (((0,), (1,)), ((1,), (2,))), (((0,), (2,)),), frozenset({1}), 32768)
+        ([8, 64, 32], (((0,), (1,)), ((1,), (2,))), (((0,), (2,)),), {1}, 32768)
     """
     name = eqn.primitive.name
     shapes, results = ([shape_of(var) for var in vars_] for vars_ in (eqn.invars, eqn.outvars))
     if name in _ELEMENTWISE:
         return _elementwise(tuple(shapes), tuple(results))
     make = _RULES.get(name)
-    return make and make(_Operation(eqn.params, shapes, results, counted))
+    return make and make(Rule(eqn.params, shapes, results, counted))
 
 
 def shape_of(var: Any) -> Shape:
@@ -143,17 +124,17 @@ def shape_of(var: Any) -> Shape:
 
 @lru_cache(maxsize=4096)
 def _elementwise(shapes: tuple[Shape, ...], results: tuple[Shape, ...]) -> Rule:
-    return _alike(_Operation({}, [*shapes], [*results]), results[0])
+    return _alike(Rule({}, [*shapes], [*results]), results[0])
 
 
-def _alike(op: _Operation, shape: Shape, whole: Iterable[int] = ()) -> Rule:
+def _alike(op: Rule, shape: Shape, whole: Iterable[int] = ()) -> Rule:
     """Return the rule of arrays that have the dimensions of one shape.
 
     Scalars, and dimensions that are broadcast, have no factors.
     """
     factors = op.dimensions(shape)
     op.keep_whole(factors[dim] for dim in whole)
-    return op.rule(*([_of_shape(factors, s) for s in arrays] for arrays in (op.shapes, op.results)))
+    return op.of(*([_of_shape(factors, s) for s in arrays] for arrays in (op.shapes, op.made)))
 
 
 def _of_shape(factors: list[Factors], shape: Shape) -> list[Factors]:
@@ -161,23 +142,23 @@ def _of_shape(factors: list[Factors], shape: Shape) -> list[Factors]:
     return [() if size == 1 else factor for factor, size in pairs]
 
 
-def _broadcast(op: _Operation) -> Rule:
-    factors = op.dimensions(op.results[0])
+def _broadcast(op: Rule) -> Rule:
+    factors = op.dimensions(op.made[0])
     pairs = zip(op.shapes[0], op.params["broadcast_dimensions"], strict=True)
-    operand = [factors[dim] if size == op.results[0][dim] else () for size, dim in pairs]
-    return op.rule([operand], [factors])
+    operand = [factors[dim] if size == op.made[0][dim] else () for size, dim in pairs]
+    return op.of([operand], [factors])
 
 
-def _transpose(op: _Operation) -> Rule:
+def _transpose(op: Rule) -> Rule:
     factors = op.dimensions(op.shapes[0])
-    return op.rule([factors], [[factors[dim] for dim in op.params["permutation"]]])
+    return op.of([factors], [[factors[dim] for dim in op.params["permutation"]]])
 
 
-def _reshape(op: _Operation) -> Rule:
+def _reshape(op: Rule) -> Rule:
     """Split both shapes into their greatest common factors, from the major end."""
-    before, after = op.shapes[0], op.results[0]
+    before, after = op.shapes[0], op.made[0]
     if 0 in before:
-        return _new(op)._replace(whole=frozenset())
+        return op.of(map(op.dimensions, op.shapes), map(op.dimensions, op.made))
     operand: list[Factors] = [() for _ in before]
     result: list[Factors] = [() for _ in after]
     i = j = 0
@@ -198,7 +179,7 @@ def _reshape(op: _Operation) -> Rule:
         if common == 1:
             i, j = _aligned(before, after, i, j)
             rest = other_rest = 1
-    return op.rule([operand], [result])
+    return op.of([operand], [result])
 
 
 def _aligned(before: Shape, after: Shape, i: int, j: int) -> tuple[int, int]:
@@ -208,34 +189,34 @@ def _aligned(before: Shape, after: Shape, i: int, j: int) -> tuple[int, int]:
     return i, j
 
 
-def _squeeze(op: _Operation) -> Rule:
+def _squeeze(op: Rule) -> Rule:
     factors = op.dimensions(op.shapes[0])
     gone = {dim % len(factors) for dim in op.params["dimensions"]}
-    return op.rule([factors], [[f for dim, f in enumerate(factors) if dim not in gone]])
+    return op.of([factors], [[f for dim, f in enumerate(factors) if dim not in gone]])
 
 
-def _reduce(op: _Operation) -> Rule:
+def _reduce(op: Rule) -> Rule:
     axes = op.params["axes"] if "axes" in op.params else op.params["dimensions"]
     shape = next(filter(None, op.shapes), ())
     factors = op.dimensions(shape)
     op.summed.update(f for dim in axes for f in factors[dim])
     rest = [f for dim, f in enumerate(factors) if dim not in axes]
-    return op.rule([_of_shape(factors, s) for s in op.shapes], [rest for _ in op.results])
+    return op.of([_of_shape(factors, s) for s in op.shapes], [rest for _ in op.made])
 
 
-def _dot(op: _Operation) -> Rule:
+def _dot(op: Rule) -> Rule:
     (left_summed, right_summed), (left_batch, right_batch) = op.params["dimension_numbers"]
     lhs, rhs = _multiplied(op, (*left_batch, *left_summed), (*right_batch, *right_summed))
     op.summed.update(f for dim in left_summed for f in lhs[dim])
     result = [lhs[dim] for dim in left_batch]
     result += [f for i, f in enumerate(lhs) if i not in (*left_batch, *left_summed)]
     result += [f for j, f in enumerate(rhs) if j not in (*right_batch, *right_summed)]
-    op.flops = 2 * prod(op.results[0]) * prod(op.shapes[0][dim] for dim in left_summed)
-    return op.rule([lhs, rhs], [result])
+    op.flops = 2 * prod(op.made[0]) * prod(op.shapes[0][dim] for dim in left_summed)
+    return op.of([lhs, rhs], [result])
 
 
 def _multiplied(
-    op: _Operation, left_dims: Iterable[int], right_dims: Iterable[int]
+    op: Rule, left_dims: Iterable[int], right_dims: Iterable[int]
 ) -> tuple[list[Factors], list[Factors]]:
     """Return the factors of two arrays which have these dimensions in common."""
     lhs, shape = op.dimensions(op.shapes[0]), op.shapes[1]
@@ -243,7 +224,7 @@ def _multiplied(
     return lhs, [shared[j] if j in shared else op.dimension(n) for j, n in enumerate(shape)]
 
 
-def _ragged_dot(op: _Operation) -> Rule:
+def _ragged_dot(op: Rule) -> Rule:
     """Return the rule of rows sorted by expert, each multiplied by the kernel of its expert.
 
     Or, if the rows are summed over as for the kernels' gradients, of a product for each expert.
@@ -262,13 +243,13 @@ def _ragged_dot(op: _Operation) -> Rule:
     rest = [f for i, f in enumerate(lhs) if i not in left_both]
     rest += [f for j, f in enumerate(rhs) if j not in (*right_both, *group)]
     result = [*[experts][:has_experts], *[lhs[i] for i in left_batch], *rest]
-    flops = 2 * prod(op.results[0]) * prod(op.shapes[0][i] for i in left_summed)
+    flops = 2 * prod(op.made[0]) * prod(op.shapes[0][i] for i in left_summed)
     op.flops = flops // (count if has_experts else 1)
-    return op.rule([lhs, rhs, [*[()] * (len(op.shapes[2]) - 1), experts]], [result])
+    return op.of([lhs, rhs, [*[()] * (len(op.shapes[2]) - 1), experts]], [result])
 
 
-def _convolution(op: _Operation) -> Rule:
-    params, (shape, kernel), (out_shape,) = op.params, op.shapes, op.results
+def _convolution(op: Rule) -> Rule:
+    params, (shape, kernel), (out_shape,) = op.params, op.shapes, op.made
     lhs, rhs, out = params["dimension_numbers"]
     groups = params["feature_group_count"]
     left, right, result = map(op.dimensions, (shape, kernel, out_shape))
@@ -290,7 +271,7 @@ def _convolution(op: _Operation) -> Rule:
         first, dilation = params["padding"][place][0], params["lhs_dilation"][place]
         multiplied *= window_pairs(rows, window, first, shape[i], dilation)
     op.flops = 2 * multiplied
-    return op.rule([left, right], [result])
+    return op.of([left, right], [result])
 
 
 class _Indexed(NamedTuple):
@@ -304,7 +285,7 @@ class _Indexed(NamedTuple):
     """Dimensions of the operand of which indices choose the rows."""
 
 
-def _indexed(op: _Operation, batching: str, dropped: str, columns: str, window: str) -> _Indexed:
+def _indexed(op: Rule, batching: str, dropped: str, columns: str, window: str) -> _Indexed:
     """Read the factors by the names that a primitive has for its dimension numbers."""
     numbers = op.params["dimension_numbers"]
     operand, indices = op.dimensions(op.shapes[0]), op.dimensions(op.shapes[1])
@@ -331,11 +312,11 @@ _OF_SCATTER: Final = (
 )  # fmt: skip
 
 
-def _gather(op: _Operation) -> Rule:
+def _gather(op: Rule) -> Rule:
     operand, indices, window, looked_up = _indexed(op, *_OF_GATHER)
     rows = iter(indices[:-1])
     result: list[Factors] = []
-    for place, size in enumerate(op.results[0]):
+    for place, size in enumerate(op.made[0]):
         if place not in window:
             result.append(next(rows))
             continue
@@ -347,10 +328,10 @@ def _gather(op: _Operation) -> Rule:
     for dim in looked_up:
         op.summed.update(operand[dim])
         op.looked_up.update(operand[dim])
-    return op.rule([operand, indices], [result])
+    return op.of([operand, indices], [result])
 
 
-def _scatter(op: _Operation) -> Rule:
+def _scatter(op: Rule) -> Rule:
     operand, indices, window, looked_up = _indexed(op, *_OF_SCATTER)
     rows = iter(indices[:-1])
     updates: list[Factors] = []
@@ -365,16 +346,16 @@ def _scatter(op: _Operation) -> Rule:
     kept = {f for factors in operand for f in factors}
     op.summed.update(f for factors in updates for f in factors if f not in kept)
     op.looked_up.update(f for dim in looked_up for f in operand[dim])
-    return op.rule([operand, indices, updates], [operand])
+    return op.of([operand, indices, updates], [operand])
 
 
-def _cut(op: _Operation) -> Rule:
+def _cut(op: Rule) -> Rule:
     """Return the rule of slices and pads: a dimension of another size is another one."""
-    pairs = [op.apart(*sizes) for sizes in zip(op.shapes[0], op.results[0], strict=True)]
-    return op.rule([[first for first, _ in pairs]], [[second for _, second in pairs]])
+    pairs = [op.apart(*sizes) for sizes in zip(op.shapes[0], op.made[0], strict=True)]
+    return op.of([[first for first, _ in pairs]], [[second for _, second in pairs]])
 
 
-def _update(op: _Operation) -> Rule:
+def _update(op: Rule) -> Rule:
     operand = op.dimensions(op.shapes[0])
     update: list[Factors] = []
     for factors, before, after in zip(operand, op.shapes[0], op.shapes[1], strict=True):
@@ -382,12 +363,12 @@ def _update(op: _Operation) -> Rule:
         if before != after:
             op.whole.update(update[-1])
             op.parts += [(f, u) for f in factors for u in update[-1]]
-    return op.rule([operand, update], [operand])
+    return op.of([operand, update], [operand])
 
 
-def _concatenate(op: _Operation) -> Rule:
+def _concatenate(op: Rule) -> Rule:
     dim = op.params["dimension"] if "dimension" in op.params else op.params["axis"]
-    result = op.dimensions(op.results[0])
+    result = op.dimensions(op.made[0])
     op.whole.update(result[dim])
     operands = []
     for shape in op.shapes:
@@ -395,36 +376,38 @@ def _concatenate(op: _Operation) -> Rule:
         op.whole.update(part)
         op.parts += [(p, f) for p in part for f in result[dim]]
         operands.append([*result[:dim], part, *result[dim + 1 :]])
-    return op.rule(operands, [result])
+    return op.of(operands, [result])
 
 
-def _unstack(op: _Operation) -> Rule:
+def _unstack(op: Rule) -> Rule:
     factors = op.dimensions(op.shapes[0])
     axis = op.params["axis"] % len(factors)
     op.whole.update(factors[axis])
     rest = [f for dim, f in enumerate(factors) if dim != axis]
-    return op.rule([factors], [rest for _ in op.results])
+    return op.of([factors], [rest for _ in op.made])
 
 
-def _reversed(make: Callable[[_Operation], Rule], op: _Operation) -> Rule:
+def _reversed(make: Callable[[Rule], Rule], op: Rule) -> Rule:
     """Return the rule of an operation that undoes another."""
-    rule = make(_Operation(op.params, op.results, op.shapes))
-    return rule._replace(operands=rule.results, results=rule.operands)
+    rule = make(Rule(op.params, op.made, op.shapes))
+    rule.operands, rule.results = rule.results, rule.operands
+    return rule
 
 
-def _scatter_of_windows(op: _Operation) -> Rule:
+def _scatter_of_windows(op: Rule) -> Rule:
     """Return the rule of the gradient of a maximum over windows."""
-    rule = _cut(op)
-    return rule._replace(operands=(rule.operands[0], rule.results[0], *rule.operands[2:]))
+    _cut(op)
+    op.operands = (op.operands[0], op.results[0], *op.operands[2:])
+    return op
 
 
-def _along(name: str, op: _Operation) -> Rule:
+def _along(name: str, op: Rule) -> Rule:
     """Return the rule of what goes along one dimension, or several, and keeps the shape."""
     dims = op.params[name]
     return _alike(op, op.shapes[0], (dims,) if isinstance(dims, int) else dims)
 
 
-def _last(count: int, op: _Operation) -> Rule:
+def _last(count: int, op: Rule) -> Rule:
     """Return the rule of what computes with the last dimensions as a whole."""
     lead = op.dimensions(max(op.shapes, key=len)[:-count])
 
@@ -433,35 +416,35 @@ def _last(count: int, op: _Operation) -> Rule:
         op.keep_whole(rest)
         return [*lead[: len(shape)], *rest]
 
-    return op.rule(map(dimensions, op.shapes), map(dimensions, op.results))
+    return op.of(map(dimensions, op.shapes), map(dimensions, op.made))
 
 
-def _fourier(op: _Operation) -> Rule:
+def _fourier(op: Rule) -> Rule:
     return _last(len(op.params["fft_lengths"]), op)
 
 
-def _new(op: _Operation) -> Rule:
+def _new(op: Rule) -> Rule:
     """Return the rule of what is made from nothing, or from a key."""
     operands = list(map(op.dimensions, op.shapes))
     for dims in operands:
         op.keep_whole(dims)
-    return op.rule(operands, map(op.dimensions, op.results))
+    return op.of(operands, map(op.dimensions, op.made))
 
 
-def _across(op: _Operation) -> Rule:
+def _across(op: Rule) -> Rule:
     """Return the rule of what goes between devices, in the code of one of them."""
-    is_alike = list(map(len, op.shapes)) == list(map(len, op.results)) and len(op.shapes) == 1
+    is_alike = list(map(len, op.shapes)) == list(map(len, op.made)) and len(op.shapes) == 1
     return (_cut if is_alike else _new)(op)
 
 
 def same_rule(shapes: Iterable[Shape]) -> Rule:
     """Return the rule of what gives back each of its operands, changed in no dimension."""
-    return _same(_Operation({}, [*shapes], [*shapes]))
+    return _same(Rule({}, [*shapes], [*shapes]))
 
 
-def _same(op: _Operation) -> Rule:
-    operands = list(map(op.dimensions, op.shapes))
-    return op.rule(operands, operands[: len(op.results)])._replace(is_identity=True)
+def _same(op: Rule) -> Rule:
+    operands, op.is_identity = list(map(op.dimensions, op.shapes)), True
+    return op.of(operands, operands[: len(op.made)])
 
 
 def _names_in(text: str) -> frozenset[str]:
@@ -479,7 +462,7 @@ _ELEMENTWISE: Final = _names_in(
     igamma_grad_a random_gamma_grad random_gamma polygamma zeta to_edtype from_edtype tie
     reciprocal"""
 )
-_BY_NAME: Final[dict[str, Callable[[_Operation], Rule]]] = {
+_BY_NAME: Final[dict[str, Callable[[Rule], Rule]]] = {
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
     "reshape": _reshape,
