@@ -1,11 +1,11 @@
 """Kinds of findings of `Plan.check`, for type checkers and readers: `python -m tests.support.check_kinds` writes them.
 
-Each check registers its kind, its levels and what it is about; `CheckKind` and the list of docs/findings.md are made of that.
+`KINDS` has their levels and what they are about; `CheckKind` and the list of docs/findings.md are made of that.
 """
 
 import re
 
-from shardrules._plan.check import KINDS  # its modules have registered theirs
+from shardrules._plan.check_context import KINDS
 from tests.support.folders import ROOT
 
 LITERAL = ROOT / "python" / "shardrules" / "_plan" / "findings.py"

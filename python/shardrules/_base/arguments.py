@@ -16,7 +16,7 @@ from numbers import Real
 from types import UnionType
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
-from shardrules._base.text import brief, byte_count, shown
+from shardrules._base.text import brief, byte_count, shown, with_article
 
 MOST: Final = 2**63 - 1
 """The largest number that the core and numpy's int64 hold."""
@@ -38,18 +38,32 @@ def check_choice(name: str, choice: object, choices: tuple[object, ...]) -> None
         raise ValueError(f"{name} is {brief(choice)}; it must be one of {names}")
 
 
-def check_choices(record: Any) -> None:
-    """Check that each field of a dataclass has a value that its annotation, a Literal, lists."""
-    for name, choices in _choices_of(record.__class__).items():
+_TYPES: Final = {str: "a string", str | None: "a string or None"}
+
+
+def check_fields(record: Any) -> None:
+    """Check fields of a dataclass: those whose annotation is a Literal, a class, or str | None."""
+    choices_of, types_of = _fields_of(record.__class__)
+    for name, choices in choices_of.items():
         value = getattr(record, name)
         if type(value) is not str or value not in choices:
             check_choice(name, value, choices)
+    for name, types in types_of.items():
+        value = getattr(record, name)
+        if not isinstance(value, types):
+            check_type(name, value, types, _TYPES.get(types) or with_article(types.__name__))
 
 
 @functools.cache
-def _choices_of(record_type: type) -> dict[str, tuple[object, ...]]:
+def _fields_of(record_type: type) -> tuple[dict[str, tuple[object, ...]], dict[str, Any]]:
     hints = get_type_hints(record_type)
-    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+    choices = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+    types = {
+        name: hint
+        for name, hint in hints.items()
+        if hint in _TYPES or (isinstance(hint, type) and hint is not bool)
+    }
+    return choices, types
 
 
 def boolean(name: str, value: object) -> bool:
@@ -199,8 +213,12 @@ def checked_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
         raise ValueError("a mesh without axes; write them as {'fsdp': 8, 'tp': 4}")
     checked = {}
     for name, size in sizes.items():
-        check_type("the name of a mesh axis", name, str, "a string")
-        checked[name] = integer(f"the size of the mesh axis {brief(name)}", size, 1)
+        if not isinstance(name, str):
+            check_type("the name of a mesh axis", name, str, "a string")
+        is_plain = type(size) is int and 0 < size <= MOST
+        checked[name] = (
+            size if is_plain else integer(f"the size of the mesh axis {brief(name)}", size, 1)
+        )
     check_bounds(checked)
     return checked
 

@@ -188,7 +188,7 @@ def join_chunks(path: Path, chunks: Iterable[bytes], size: int, per_byte: int = 
     length, values, width, most = 0, 0, _NARROW, max_memory.get() + size
     for chunk in chunks:
         length += len(chunk)
-        values += sum(cost * chunk.count(mark) for mark, cost in _COSTS.items())
+        values += sum([cost * chunk.count(mark) for mark, cost in _COSTS.items()])
         if not chunk.isascii() or b"\\" in chunk:
             width = _WIDE
         if max(length * width + values, length * per_byte) > most:

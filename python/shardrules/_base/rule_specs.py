@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 from shardrules._base.arguments import (
     as_tuple,
     check_choice,
-    check_choices,
+    check_fields,
     check_type,
     integer,
     strings,
@@ -70,8 +70,9 @@ class Correction:
     __repr__ = without_defaults
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        check_choice("pad", self.pad, (True, False))
+        check_fields(self)
+        if type(self.pad) is not bool:
+            check_choice("pad", self.pad, (True, False))
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -36,7 +36,7 @@ def normalize_spec(index: int, spec: object) -> object:
     if isinstance(spec, str):
         return Entries((spec,))
     if isinstance(spec, (tuple, list)) and not hasattr(type(spec), "_fields"):
-        return Entries(tuple(_checked_entry(index, position, e) for position, e in enumerate(spec)))
+        return Entries([_checked_entry(index, position, e) for position, e in enumerate(spec)])
     try:
         hash(spec)
     except TypeError as error:

@@ -155,7 +155,7 @@ def and_more(count: int, count_shown: int, what: str) -> list[str]:
 
 def mesh_shown(axis_sizes: Mapping[str, int]) -> str:
     """Return the mesh as the command line has it: dp=8,tp=4."""
-    return ",".join(f"{axis}={size}" for axis, size in axis_sizes.items())
+    return ",".join([f"{axis}={size}" for axis, size in axis_sizes.items()])
 
 
 # Comparing takes the product of two lengths, and the ends of paths tell more than their beginnings.
@@ -246,15 +246,16 @@ def answer(cls: type[_T]) -> type[_T]:
     if hasattr(cls, "_parts") and "__str__" not in vars(cls):
         cls.__str__ = _joined_parts  # type: ignore[method-assign]
     cls.__repr__ = _first_lines  # type: ignore[method-assign]
-    return _shown_in_notebooks(readable(cls))
+    cls._repr_html_ = _html  # type: ignore[attr-defined]
+    return readable(cls)
 
 
 def record(cls: type[_T]) -> type[_T]:
     """Make the `repr` of a NamedTuple one short line; notebooks show its text, if it has one."""
     cls.__repr__ = _record_line  # type: ignore[method-assign]
-    has_text = "__str__" in vars(cls)
-    decorated = readable(cls)
-    return _shown_in_notebooks(decorated) if has_text else decorated
+    if "__str__" in vars(cls):
+        cls._repr_html_ = _html  # type: ignore[attr-defined]
+    return readable(cls)
 
 
 def without_defaults(self: Any) -> str:
@@ -325,11 +326,6 @@ def coloured(line: str) -> str:
 
 def _marked(match: re.Match[str]) -> str:
     return f'<b style="color:{_COLOUR_OF[match[0]]}">{match[0]}</b>'
-
-
-def _shown_in_notebooks(cls: type[_T]) -> type[_T]:
-    cls._repr_html_ = _html  # type: ignore[attr-defined]
-    return cls
 
 
 def readable(cls: type[_T]) -> type[_T]:

@@ -75,7 +75,7 @@ def _axes(value: str | list[Any]) -> tuple[str, ...]:
     text = value if isinstance(value, str) else ",".join(map(str, value))
     if "=" in text:
         raise ValueError(f"{text!r} has sizes; write names alone, as fsdp,tp")
-    return tuple(name for name in map(str.strip, text.split(",")) if name)
+    return tuple(filter(None, map(str.strip, text.split(","))))
 
 
 def _bytes(value: str | int) -> int:
@@ -198,11 +198,11 @@ class Option(click.Option):
         return value if type(value) in getattr(self.type, "tables", ()) else str(value)
 
     def check_beside(self, ctx: click.Context) -> None:
-        """Check that what it needs is there, and nothing that it excludes."""
+        """Check that what it needs is there, and nothing that it excludes, if it is given."""
         if not _is_given(ctx, self):
             return
         others = {each.name: each for each in ctx.command.params}
-        if self.needs and not any(ctx.params[name] for name in self.needs):
+        if self.needs and not any(map(ctx.params.get, self.needs)):
             needed = " or ".join(others[name].get_error_hint(ctx) for name in self.needs)
             raise click.UsageError(f"{self.get_error_hint(ctx)} needs {needed}.", ctx)
         source = ctx.get_parameter_source(str(self.name))

@@ -16,8 +16,6 @@ from shardrules._plan.findings import NOTHING, Declared, all_declared
 from shardrules._plan.plan import Plan
 from shardrules._plan.planning import plan
 from shardrules._rules.dialects import EFORMER, LINEN, LogicalDialect
-from shardrules._rules.logical_rules import LogicalRules
-from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
     from shardrules._program.step.step import Step
@@ -38,11 +36,9 @@ def plan_model(
     """Plan a model within the bound on memory; notes go to stderr."""
     with working(f"reading {source}"), memory_within(how.max_memory):
         file = read_rule_source(how.rules, how.dialect)
-        optional = file.rules.optional_axes + optional_axes
-        if isinstance(file.rules, Rules):
-            rules: Any = Rules(file.rules, optional_axes=optional)
-        else:
-            rules = LogicalRules(file.rules, optional_axes=optional)
+        rules: Any = file.rules
+        if optional_axes:
+            rules = type(rules)(rules, optional_axes=rules.optional_axes + optional_axes)
         name, tree, names = read_tree(source, file.rules.dialect)
         planned = plan(tree, rules, mesh, companions=file.companions, names=names)
     for unread in file.unread:

@@ -63,7 +63,7 @@ class Command(click.Command):
             ctx.meta[_MISSING] = (words, error)
             return []
         for option in () if ctx.resilient_parsing else self.params:  # a shell completes a part
-            if isinstance(option, Option):
+            if isinstance(option, Option) and (option.needs or option.excludes):
                 option.check_beside(ctx)
         return rest
 
@@ -95,7 +95,7 @@ def command(example: str, *, has_jobs: bool = False) -> Callable[[Any], Command]
 @functools.cache
 def names() -> list[str]:
     """Return the names of all commands, which are those of their files."""
-    return sorted(file.stem for file in Path(__file__).with_name("commands").glob("[a-z]*.py"))
+    return sorted([each.stem for each in Path(__file__).with_name("commands").glob("[a-z]*.py")])
 
 
 def command_named(name: str) -> Command:

@@ -100,7 +100,7 @@ class SpecOnMesh:
         self.spec: Any = spec
         self._entries = entries_of(spec)
         self._axes = tuple(map(entry_axes, self._entries))
-        tags = axes_in_tags(spec).values()
+        tags = () if type(spec) is Entries else axes_in_tags(spec).values()
         absent = [tuple([axis for axis in axes if axis not in axis_sizes]) for axes in tags]
         self._tags_lost = [LostAxes("unreduced", 0, axes) for axes in absent if axes]
         # By dimension, the bit of its first axis in `Corrector.kept`.
@@ -173,7 +173,7 @@ class SpecOnMesh:
         ]
         if self._correction.pad:
             entries += [None] * (rank - len(entries))
-            if all(entry is None for entry in entries):
+            if {*entries} <= {None}:
                 entries = []
         is_whole = tuple(entries) == self._entries
         return self.spec if is_whole else with_entries(self.spec, entries)

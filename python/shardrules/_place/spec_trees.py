@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardrules._base.rule_specs import Correction, Fsdp
 from shardrules._base.specs import is_partition_spec, spec_shown
@@ -24,8 +25,6 @@ from shardrules._rules.rules import Rules, matcher_of
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
-NO_RULES: Final = Rules(())
-
 
 class PathsOfTree(NamedTuple):
     """A tree with the number of its row for each leaf, and the path of each row."""
@@ -34,9 +33,16 @@ class PathsOfTree(NamedTuple):
     paths: list[str]
 
 
-def rows_and_paths(tree: Any, rules: Rules = NO_RULES) -> PathsOfTree:
+@functools.cache
+def no_rules() -> Rules:
+    """Return rules for no leaf, for walks that ask for paths alone."""
+    return Rules(())
+
+
+def rows_and_paths(tree: Any, rules: Rules | None = None) -> PathsOfTree:
     """Return row numbers for the leaves of a pytree, and their paths in the dialect of rules."""
-    of_rows, paths, *_ = matcher_of(rules).survey(tree, replicated=0, unmatched=0, ambiguous=0)
+    matcher = matcher_of(no_rules() if rules is None else rules)
+    of_rows, paths, *_ = matcher.survey(tree, replicated=0, unmatched=0, ambiguous=0)
     return PathsOfTree(of_rows, paths)
 
 

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from shardrules._base.arguments import check_choice
 from shardrules._base.specs import Entries, axes_in_tags
 from shardrules._base.text import counted, mesh_shown
-from shardrules._plan import check_leaves  # noqa: F401 # which registers its checks, as this does
+from shardrules._plan import check_leaves
 from shardrules._plan.check_context import (
-    CHECKS,
     KINDS,
+    Check,
     CheckContext,
     added_rule,
-    check_of,
     finding,
     leaves_in,
     only_one,
@@ -67,7 +66,7 @@ def run_checks(
     others = "paths" if context.path_rules is None else "names"
     findings = [
         finding._replace(level=level)
-        for check, rules_of in CHECKS.items()
+        for check, rules_of in (*check_leaves.CHECKS, *CHECKS)
         if rules_of != others
         for finding in check(context)
         if (level := new_levels.get(finding.kind, finding.level)) != "off"
@@ -79,8 +78,6 @@ def run_checks(
 
 
 # Logical rules are often for other trees as well: see `dead_names`.
-@check_of("dead", "warning, info", "rules that match no leaf; info for logical rules",
-          rules_of="paths")  # fmt: skip
 def dead_rules(context: CheckContext) -> Iterator[Finding]:
     for rule in context.dead:
         message = f"{context.rule(rule)} matches no leaf"
@@ -88,8 +85,6 @@ def dead_rules(context: CheckContext) -> Iterator[Finding]:
 
 
 # Later logical rules for a name are for where the first does not fit.
-@check_of("shadowed", "warning", "rules that match leaves, all of which earlier rules win",
-          rules_of="paths")  # fmt: skip
 def shadowed_rules(context: CheckContext) -> Iterator[Finding]:
     coverage = context.plan.coverage
     for rule, winners in coverage.shadowed.items():
@@ -108,7 +103,6 @@ def shadowed_rules(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-@check_of("uncut", "warning", "leaves that a mesh axis could cut, as it cuts others like them")
 def uncut(context: CheckContext) -> Iterator[Finding]:
     """Leaves that a mesh axis could cut as it cuts others like them, but does not.
 
@@ -170,12 +164,6 @@ def _saved_by(context: CheckContext, parts: int, folded: list[Folded]) -> int:
     return sum([(size - size // parts) * leaves for size, leaves in sizes])
 
 
-@check_of(
-    "unused-axis",
-    "warning, info",
-    "mesh axes that cut no leaf and are not declared to be for data; info if little could be "
-    "saved by them, or only rules for no leaf name them",
-)
 def unused_axes(context: CheckContext) -> Iterator[Finding]:
     plan, kinds = context.plan, context.kinds
     # Locks know rules alone.
@@ -187,7 +175,7 @@ def unused_axes(context: CheckContext) -> Iterator[Finding]:
     lost = {a for loss in losses for a in (*loss.axes, *loss.beside, *loss.meant)}
     # Dead rules for paths are told themselves; those for names are often for activations, unless
     # leaves have names that no rule knows.
-    known = {None, *(name for name, _ in plan.rules)}
+    known = {None, *[name for name, _ in plan.rules]}
     are_told = context.path_rules is not None or all(
         known.issuperset(kind.names or ()) for kind in kinds
     )
@@ -215,7 +203,6 @@ def unused_axes(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-@check_of("unmatched", "error", "leaves that no rule matches")
 def unmatched(context: CheckContext) -> Iterator[Finding]:
     folded = context.folded([kind.status == "unmatched" for kind in context.kinds])
     if folded:
@@ -233,7 +220,6 @@ def unmatched(context: CheckContext) -> Iterator[Finding]:
 _Words = tuple[str, str]  # message and fix
 
 
-@check_of("misfit", "error", "leaves that cannot be sharded as their rule says")
 def misfits(context: CheckContext) -> Iterator[Finding]:
     """Leaves whose rule does not fit, that several rules claim, or whose spec JAX refuses."""
     words = [[*_misfit_words(kind, context.plan)] for kind in context.kinds]
@@ -275,7 +261,7 @@ def refusals(kind: Kind, plan: Plan) -> Iterator[_Words]:
             f"the mesh has no axis {axis!r}",
             f"rename it, add it to the mesh, or declare it in the rules: optional_axes=[{axis!r}]",
         )
-    for name, tagged in axes_in_tags(spec).items():
+    for name, tagged in () if type(spec) is Entries else axes_in_tags(spec).items():
         for axis in sorted({*tagged} - plan._mesh.explicit_axes):
             lacks = "is not Explicit" if axis in plan.axis_sizes else "is no axis of the mesh"
             yield (
@@ -290,13 +276,6 @@ def refusals(kind: Kind, plan: Plan) -> Iterator[_Words]:
         )
 
 
-@check_of("unknown-axis", "error", "axes that rules name and the mesh lacks")
-@check_of(
-    "correction",
-    "warning, info",
-    "axes of a rule's spec that leaves do not get, because of their shapes or the mesh; info if "
-    "that costs less than `large`, or if devices share single units",
-)
 def corrections(context: CheckContext) -> Iterator[Finding]:
     """Axes of the rules' specs that leaves do not get; axes that the mesh lacks are errors."""
     kinds = context.kinds
@@ -355,3 +334,14 @@ def _deciding(context: CheckContext, folded: Folded, loss: Loss) -> tuple[int, .
     ]
     decided = [rule for rule in kind.dim_rules[loss.dim : loss.dim + 1] if rule is not None]
     return tuple([*lost, *decided][:1])
+
+
+CHECKS: Final[tuple[Check, ...]] = (
+    (dead_rules, "paths"),
+    (shadowed_rules, "paths"),
+    (uncut, None),
+    (unused_axes, None),
+    (unmatched, None),
+    (misfits, None),
+    (corrections, None),
+)

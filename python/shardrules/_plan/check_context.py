@@ -1,11 +1,11 @@
-"""What checks share: their register, facts of a plan that several ask for, and rules to add."""
+"""What checks share: the kinds of findings, facts of a plan, and rules to add."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,7 +25,10 @@ _PROBES: Final = ("~", "\x01/\x02")
 # What adds more than this share to the bytes that a device must hold anyway is much.
 _MUCH: Final = 0.02
 
-Check: TypeAlias = "Callable[[CheckContext], Iterator[Finding]]"
+Check: TypeAlias = (
+    "tuple[Callable[[CheckContext], Iterator[Finding]], Literal['paths', 'names'] | None]"
+)
+"""A function that finds, and what the rules must be of, if that matters."""
 
 
 class CheckRow(NamedTuple):
@@ -37,36 +40,62 @@ class CheckRow(NamedTuple):
     """The leaves, rules or axes that it is about."""
 
 
-RulesOf = Literal["paths", "names"]
-CHECKS: Final[dict[Check, RulesOf | None]] = {}
-"""The checks, in the order of their modules; what the rules must be of, if that matters."""
-KINDS: Final[dict[str, CheckRow]] = {}
+KINDS: Final[dict[str, CheckRow]] = {
+    "companion": CheckRow(
+        "warning",
+        "leaves that a companion finds, but no rule for their base, so that their own rule counts; "
+        "companions that find nothing: of `LORA` and `QUANTIZED`, if no companion does; "
+        "and factors of LoRA whose rank a rule for their kernel cuts",
+    ),
+    "memory": CheckRow("error", "leaves that do not fit into `hbm`"),
+    "unpinned": CheckRow(
+        "warning, info",
+        "leaves in `unpinned_host` memory, which jit copies to the device as a whole; info if they "
+        "are not large together",
+    ),
+    "catch-all": CheckRow(
+        "error, info",
+        "leaves that only the catch-all rule matches; info if those of them that are replicated "
+        "are not large together",
+    ),
+    "replicated": CheckRow(
+        "warning, info",
+        "other leaves that are replicated, and large alone or together; info if the rule itself "
+        "leaves them whole, as `fsdp(min_bytes=)` does",
+    ),
+    "half-head": CheckRow("warning", "projections of attention that are cut inside a head"),
+    "unknown-name": CheckRow(
+        "error, warning, info",
+        "names that no logical rule has: an error if the name is near one that no leaf has, or "
+        "what is replicated is large, a warning if it is near another, else info",
+    ),
+    "unnamed": CheckRow(
+        "error, warning, info",
+        "leaves without logical axis names; info if they are not large together. A warning for "
+        "leaves with fewer names than dimensions",
+    ),
+    "nnx-value": CheckRow(
+        "error",
+        "rules that match leaves of flax nnx only through the `value` in which all their paths end",
+    ),
+    "dead": CheckRow("warning, info", "rules that match no leaf; info for logical rules"),
+    "shadowed": CheckRow("warning", "rules that match leaves, all of which earlier rules win"),
+    "uncut": CheckRow("warning", "leaves that a mesh axis could cut, as it cuts others like them"),
+    "unused-axis": CheckRow(
+        "warning, info",
+        "mesh axes that cut no leaf and are not declared to be for data; info if little could be "
+        "saved by them, or only rules for no leaf name them",
+    ),
+    "unmatched": CheckRow("error", "leaves that no rule matches"),
+    "misfit": CheckRow("error", "leaves that cannot be sharded as their rule says"),
+    "correction": CheckRow(
+        "warning, info",
+        "axes of a rule's spec that leaves do not get, because of their shapes or the mesh; info "
+        "if that costs less than `large`, or if devices share single units",
+    ),
+    "unknown-axis": CheckRow("error", "axes that rules name and the mesh lacks"),
+}
 """The kinds of findings of `Plan.check`."""
-
-
-def check_of(
-    kind: str,
-    levels: str = "",
-    about: str = "",
-    *,
-    rules_of: Literal["paths", "names"] | None = None,
-) -> Callable[[Check], Check]:
-    """Register a function as a check that gives findings of a kind.
-
-    Args:
-        kind: The kind; a function of several kinds is registered for each.
-        levels: The levels of such findings; left out where another check has the kind as well.
-        about: What they are about, as docs/findings.md says it.
-        rules_of: The check is for plans by rules of paths, or by those of logical names, alone.
-    """
-
-    def register(function: Check) -> Check:
-        CHECKS[function] = rules_of
-        if about:
-            KINDS[kind] = CheckRow(levels, about)
-        return function
-
-    return register
 
 
 def finding(
@@ -106,7 +135,7 @@ def only_one(rules: Sequence[int]) -> int | None:
 @lru_cache(maxsize=64)
 def _matching_all(rules: Rules) -> frozenset[int]:
     """Return the rules that match whatever comes."""
-    return frozenset.intersection(*(frozenset(rules.all_matches(probe)) for probe in _PROBES))
+    return frozenset.intersection(*[frozenset(rules.all_matches(probe)) for probe in _PROBES])
 
 
 class CheckContext:
@@ -123,6 +152,8 @@ class CheckContext:
         self.plan = plan
         self.kinds = plan.kinds
         self.sizes = plan.axis_sizes
+        self.is_whole = partial(is_replicated, axis_sizes=plan.axis_sizes)
+        """Tell if each of several devices holds leaves of a kind whole."""
         self.companions = plan._leaves.companions
         self.path_rules = plan._leaves.path_rules
         """The rules, if they are for paths; None for logical names."""
@@ -130,7 +161,8 @@ class CheckContext:
         self.data_axes = frozenset(declared["data_axes"])
         self.head_dim = head_dim
         self.hbm = hbm
-        self._declared = compiled_replicated(declared["replicated"])
+        patterns = declared["replicated"]
+        self._declared = compiled_replicated(patterns) if patterns else None
 
     @cached_property
     def catch_alls(self) -> frozenset[int]:
@@ -172,13 +204,13 @@ class CheckContext:
 
     def undeclared(self, folded: list[Folded]) -> list[Folded]:
         """Return the leaves among these that are not declared to be replicated."""
-        if not self._declared:
+        if self._declared is None:
             return folded
-        return [part for leaves in folded for part in self._undeclared(leaves)]
+        return [part for leaves in folded for part in self._undeclared(leaves, self._declared)]
 
-    def _undeclared(self, folded: Folded) -> list[Folded]:
+    def _undeclared(self, folded: Folded, declared: Rules) -> list[Folded]:
         paths = [self.plan.paths[row] for row in folded.rows]
-        first = first_rules(self._declared, paths)
+        first = first_rules(declared, paths)
         rest = [i for i, path in enumerate(paths) if first[path] == UNMATCHED]
         if len(rest) == len(paths):
             return [folded]
@@ -207,10 +239,6 @@ class CheckContext:
         """Tell if so many bytes on a device are much, beside what it must hold anyway."""
         return count >= self.large and count > _MUCH * (self._total - count)
 
-    def is_whole(self, kind: Kind) -> bool:
-        """Tell if each of several devices holds leaves of a kind whole."""
-        return is_replicated(kind, self.sizes)
-
     def is_exempt(self, kind: Kind) -> bool:
         """Tell if a rule that is made from shapes leaves such arrays whole itself."""
         spec = None if kind.rule is None else self.plan._spec_of_rule(kind.rule)
@@ -225,7 +253,7 @@ class CheckContext:
     def dead_rules_of(self) -> dict[str, list[int]]:
         """The mesh axes that cut no leaf, each with the rules for no leaf that name it."""
         named = {rule: axes_named(self.plan._spec_of_rule(rule)) for rule in self.dead}
-        used = frozenset().union(*(axes_used(kind._counted, self.sizes) for kind in self.kinds))
+        used = frozenset().union(*[axes_used(kind._counted, self.sizes) for kind in self.kinds])
         return {
             axis: [rule for rule, axes in named.items() if axis in axes]
             for axis, size in self.sizes.items()

@@ -19,9 +19,9 @@ from shardrules._base.rule_specs import is_on_host
 from shardrules._base.specs import entries_of, entry_axes, few_heads_advice
 from shardrules._base.text import SLIP, and_more, bytes_shown, counted, nearest
 from shardrules._plan.check_context import (
+    Check,
     CheckContext,
     added_rule,
-    check_of,
     finding,
     leaves_in,
     only_one,
@@ -34,17 +34,9 @@ from shardrules._plan.leaves import first_rules
 from shardrules._plan.memory import DeviceBytes
 from shardrules._plan.path_words import HEAD_NORM, is_gathered
 from shardrules._plan.resolve import links_of
-from shardrules._plan.roles import roles_of
 from shardrules._rules.resolver import axes_in
 
 
-@check_of(
-    "companion",
-    "warning",
-    "leaves that a companion finds, but no rule for their base, so that their own rule counts; "
-    "companions that find nothing: of `LORA` and `QUANTIZED`, if no companion does; "
-    "and factors of LoRA whose rank a rule for their kernel cuts",
-)
 def following(context: CheckContext) -> Iterator[Finding]:
     plan, links, companions = context.plan, context.plan._leaves.links, context.companions
     if not companions:
@@ -79,11 +71,10 @@ def following(context: CheckContext) -> Iterator[Finding]:
         yield finding("companion", f"{text} no leaf", fix)
 
 
-@check_of("companion", rules_of="paths")
 def cut_ranks(context: CheckContext) -> Iterator[Finding]:
     """Factors of LoRA that a rule for their kernel decides, as if they were the kernel."""
     plan, rules = context.plan, context.path_rules
-    if rules is None or not any("lora_" in text for text in plan._leaves.templates.texts):
+    if rules is None or "lora_" not in "\n".join(plan._leaves.templates.texts):
         return
     from shardrules._plan.companion_tables import LORA
 
@@ -113,7 +104,6 @@ def cut_ranks(context: CheckContext) -> Iterator[Finding]:
 _MOST_LEAVES: Final = 5
 
 
-@check_of("memory", "error", "leaves that do not fit into `hbm`")
 def too_large(context: CheckContext) -> Iterator[Finding]:
     if context.hbm is None:
         return
@@ -134,12 +124,6 @@ def no_room(needed: DeviceBytes, hbm: int, largest: list[Folded]) -> Finding:
     )
 
 
-@check_of(
-    "unpinned",
-    "warning, info",
-    "leaves in `unpinned_host` memory, which jit copies to the device as a whole; info if they "
-    "are not large together",
-)
 def unpinned(context: CheckContext) -> Iterator[Finding]:
     folded = context.folded([kind.memory_kind == "unpinned_host" for kind in context.kinds])
     if not folded:
@@ -158,12 +142,6 @@ def unpinned(context: CheckContext) -> Iterator[Finding]:
     )
 
 
-@check_of(
-    "catch-all",
-    "error, info",
-    "leaves that only the catch-all rule matches; info if those of them that are replicated are "
-    "not large together",
-)
 def catch_alls(context: CheckContext) -> Iterator[Finding]:
     plan, kinds = context.plan, context.kinds
     for rule in sorted(context.silent_catch_alls):
@@ -171,10 +149,10 @@ def catch_alls(context: CheckContext) -> Iterator[Finding]:
         if not folded:
             continue
         leaves = leaves_in(folded)
-        total = sum(kinds[part.group].bytes * len(part.rows) for part in folded)
+        total = sum([kinds[part.group].bytes * len(part.rows) for part in folded])
         # Together: 10,000 experts of a megabyte each are as costly as one of 10 GB.
         silent = context.device_bytes(
-            part for part in folded if context.is_whole(kinds[part.group])
+            [part for part in folded if context.is_whole(kinds[part.group])]
         )
         cost, dead = context.device_bytes(folded), rules_listed(context.dead)
         example = added_rule(plan, folded)
@@ -194,12 +172,6 @@ def catch_alls(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-@check_of(
-    "replicated",
-    "warning, info",
-    "other leaves that are replicated, and large alone or together; info if the rule itself "
-    "leaves them whole, as `fsdp(min_bytes=)` does",
-)
 def replicated(context: CheckContext) -> Iterator[Finding]:
     kinds = context.kinds
     by_rule: dict[Any, list[Folded]] = defaultdict(list)
@@ -232,15 +204,16 @@ def replicated(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-@check_of("half-head", "warning", "projections of attention that are cut inside a head")
 def cut_heads(context: CheckContext) -> Iterator[Finding]:
     """Projections of attention that are cut inside a head.
 
     The size of a head is `head_dim`, or that of the norm of single heads beside them.
     """
     folded, kinds = context.plan.folded, context.kinds
-    if context.head_dim is None and not any(HEAD_NORM.are_in(part.pattern) for part in folded):
+    if context.head_dim is None and not HEAD_NORM.are_in(*context.plan._leaves.templates.texts):
         return
+    from shardrules._plan.roles import roles_of
+
     roles = roles_of(folded, [kind.shape or () for kind in kinds], context.head_dim)
     if context.head_dim is not None and all(dims.head is None for dims in roles):
         yield finding(
@@ -279,13 +252,6 @@ _MOST_NAMES: Final = 8
 _NUMBERS: Final = re.compile("[0-9]+")
 
 
-@check_of(
-    "unknown-name",
-    "error, warning, info",
-    "names that no logical rule has: an error if the name is near one that no leaf has, or what "
-    "is replicated is large, a warning if it is near another, else info",
-    rules_of="names",
-)
 def unknown_names(context: CheckContext) -> Iterator[Finding]:
     kinds, rules = context.kinds, context.plan.rules
     axes_of = dict(reversed([*rules]))  # of rules for one name, the first
@@ -323,13 +289,6 @@ def unknown_names(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-@check_of(
-    "unnamed",
-    "error, warning, info",
-    "leaves without logical axis names; info if they are not large together. A warning for "
-    "leaves with fewer names than dimensions",
-    rules_of="names",
-)
 def unnamed(context: CheckContext) -> Iterator[Finding]:
     folded = context.undeclared(context.folded(map(context.is_unnamed, context.kinds)))
     if folded:
@@ -345,7 +304,6 @@ def unnamed(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-@check_of("unnamed", rules_of="names")
 def fewer_names(context: CheckContext) -> Iterator[Finding]:
     """Arrays with fewer names than dimensions: the names may be those of the wrong dimensions."""
     kinds = context.kinds
@@ -362,7 +320,6 @@ def fewer_names(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-@check_of("dead", rules_of="names")
 def dead_names(context: CheckContext) -> Iterator[Finding]:
     """Rules for names that no leaf has: often those of activations, or of other models."""
     rules = context.plan.rules
@@ -379,19 +336,13 @@ def dead_names(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-@check_of(
-    "nnx-value",
-    "error",
-    "rules that match leaves of flax nnx only through the `value` in which all their paths end",
-    rules_of="paths",
-)
 def nnx_values(context: CheckContext) -> Iterator[Finding]:
     rules, sources = context.path_rules, context.plan.sources
-    if rules is None or rules.dialect.hidden_key is not None:
+    if rules is None or (dialect := rules.dialect).hidden_key is not None:
         return
-    end = f"{rules.dialect.separator or '.'}value"
+    end = f"{dialect.separator or '.'}value"
     # Paths that have nothing of a model in them but this end, or not even that.
-    probe = "~" if rules.dialect.separator else "['~']"
+    probe = "~" if dialect.separator else "['~']"
     for rule in sorted({*rules.all_matches(probe + end)} - {*rules.all_matches(probe)}):
         if str(rules[rule][0]).removesuffix("$").endswith((end, re.escape(end))):  # it says so
             continue
@@ -411,3 +362,19 @@ def nnx_values(context: CheckContext) -> Iterator[Finding]:
                 folded,
                 rule=rule,
             )
+
+
+CHECKS: Final[tuple[Check, ...]] = (
+    (following, None),
+    (cut_ranks, "paths"),
+    (too_large, None),
+    (unpinned, None),
+    (catch_alls, None),
+    (replicated, None),
+    (cut_heads, None),
+    (unknown_names, "names"),
+    (unnamed, "names"),
+    (fewer_names, "names"),
+    (dead_names, "names"),
+    (nnx_values, "paths"),
+)

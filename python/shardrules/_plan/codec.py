@@ -115,6 +115,7 @@ class _TaggedSpec(FileTable):
     unreduced_kind: Annotated[str | None, Meta(description="a name")] = None
 
 
+_OPTIONS: Final = ("units", "memory_kind", "optional_axes")
 _Entry = None | Axis | tuple[Axis, ...]
 _Name = None | str | tuple[str | None, ...]
 _AnyRecord = TypeVar("_AnyRecord", bound=FileTable)
@@ -183,15 +184,15 @@ def rules_of(table: RuleTable, dialect: Any) -> Rules | LogicalRules:
     correction = dialect.correction
     if table.correction is not None:
         correction = read_correction("correction: ", table.correction, correction)
-    in_force = dataclasses.replace(dialect, correction=correction)
+        dialect = dataclasses.replace(dialect, correction=correction)
     if not table.is_logical:
         pairs = [_read_rule(f"rule {i}: ", rule, correction) for i, rule in enumerate(table.rules)]
         optional = table.optional_axes
-        return Rules(pairs, in_force, optional_axes=optional, min_size=table.min_size)
+        return Rules(pairs, dialect, optional_axes=optional, min_size=table.min_size)
     if table.min_size:
         raise ValueError("min_size: it is for rules of paths, and these are logical")
     pairs = [_read_name_rule(f"rule {i}: ", rule) for i, rule in enumerate(table.rules)]
-    return LogicalRules(pairs, in_force, optional_axes=table.optional_axes)
+    return LogicalRules(pairs, dialect, optional_axes=table.optional_axes)
 
 
 def rules_data(rules: Rules | LogicalRules) -> dict[str, Any]:
@@ -272,22 +273,18 @@ def _read_rule(where: str, rule: object, base: Correction) -> tuple[Any, Any]:
     spec, correction = read_spec(where, table.spec), None
     if table.correction is not None:
         correction = read_correction(f"{where}correction: ", table.correction, base)
+    options = {name: getattr(table, name) for name in _OPTIONS}
+    if correction is None and [*options.values()] == [(), None, ()]:
+        return table.pattern, spec
     with naming_place(where):
-        read = RuleSpec(
-            spec,
-            correction,
-            table.units,
-            memory_kind=table.memory_kind,
-            optional_axes=table.optional_axes,
-        )
-    return table.pattern, spec if read == RuleSpec(spec) else read
+        return table.pattern, RuleSpec(spec, correction, **options)
 
 
 def rule_data(pattern: Any, value: Any) -> dict[str, Any]:
     """Return the table of a rule for paths."""
     rule = rule_spec(value)
     data = {"pattern": with_inline_flags(pattern), "spec": spec_data(rule.spec)}
-    for name in ("units", "memory_kind", "optional_axes"):
+    for name in _OPTIONS:
         if extra := getattr(rule, name):
             data[name] = extra
     if rule.correction is not None:

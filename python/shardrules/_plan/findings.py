@@ -82,7 +82,7 @@ CheckKind = Literal[
     "correction",
     "unknown-axis",
 ]
-"""The kinds that `check_of` registers; docs/findings.md says what they are."""
+"""The kinds in `KINDS` of check_context.py; docs/findings.md says what they are."""
 VerifyKind = Literal[
     "input",
     "output",
@@ -230,8 +230,7 @@ class Findings(Answer[Finding]):
     @property
     def summary(self) -> str:
         """The number of findings of each level, in a line."""
-        counts = [sum(finding.level == level for finding in self) for level in LEVELS]
-        error, warning, info = counts
+        error, warning, info = map([finding.level for finding in self].count, LEVELS)
         return f"{counted(error, 'error')}, {counted(warning, 'warning')}, {info} info"
 
     def _section(self, page: Page) -> Section:

@@ -43,11 +43,9 @@ class Folded(NamedTuple):
     @property
     def pattern(self) -> str:
         """The parts joined. As in a format string, a brace of the path itself is doubled."""
-        if len(self.parts) == 1:
-            return _doubled_braces(self.parts[0])
-        return "".join(
-            part if i % 2 else _doubled_braces(part) for i, part in enumerate(self.parts)
-        )
+        texts = [*self.parts]
+        texts[::2] = [text.replace("{", "{{").replace("}", "}}") for text in texts[::2]]
+        return "".join(texts)
 
 
 class Templates(NamedTuple):
@@ -65,10 +63,6 @@ def templates_of(paths: list[str]) -> Templates:
     """Return the templates of the paths, in the order of their first paths."""
     texts, of_path, numbers = _core.templates(paths)
     return Templates(texts, np.frombuffer(of_path, np.int32), np.frombuffer(numbers, np.int64))
-
-
-def _doubled_braces(text: str) -> str:
-    return text.replace("{", "{{").replace("}", "}}")
 
 
 def fold(

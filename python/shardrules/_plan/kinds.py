@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
@@ -99,7 +99,7 @@ class Fit:
     lacks, if these alone are wrong."""
 
 
-_FIT_FIELDS: Final = tuple(item.name for item in fields(Fit))
+_FIT_FIELDS: Final = (*Fit.__dataclass_fields__,)
 REPLICATED: Final = Fit(spec=Entries())
 WITHOUT_RULE: Final = {
     NO_RULE_NEEDED: REPLICATED,
@@ -226,7 +226,7 @@ def axes_named(spec: Spec | Fsdp | None) -> frozenset[str]:
     if isinstance(spec, Fsdp):
         return spec.named
     entries = entries_of(spec if spec is not None else Entries())
-    return frozenset(axis for entry in entries for axis in entry_axes(entry))
+    return frozenset([axis for entry in entries for axis in entry_axes(entry)])
 
 
 def axes_used(spec: Spec | None, axis_sizes: Mapping[str, int]) -> frozenset[str]:

@@ -26,13 +26,13 @@ from shardrules._place.boxes import (
 )
 from shardrules._place.mesh import memory_apart
 from shardrules._place.spec_trees import (
-    NO_RULES,
     broadcast_specs,
     by_row,
     is_named_sharding,
     is_spec,
     is_spec_of_mesh,
     names_beside,
+    no_rules,
 )
 from shardrules._plan.fold import Folded, Templates, fold, runs_of, templates_of
 from shardrules._rules.dialects import EFORMER, Dialect
@@ -154,7 +154,7 @@ class Leaves:
     def rows_by_role(self) -> ByRole:
         """The rows of each role, by the names in their paths."""
         texts, of_path, _ = self.templates
-        optimizer, state = (names.found_in(texts)[of_path] for names in (_OPTIMIZER, _STATE))
+        optimizer, state = [names.found_in(texts)[of_path] for names in (_OPTIMIZER, _STATE)]
         inexact = np.array([is_inexact(leaf.dtype) for leaf in self.types], bool)[self.kind_of]
         of_roles = (optimizer, state, inexact & ~state)
         return ByRole(*map(np.flatnonzero, of_roles))
@@ -181,14 +181,15 @@ class Leaves:
 _MOST_BITS: Final = 2**63 - 1
 
 
-def survey(tree: Any, rules: Rules) -> Leaves:
-    """Walk the tree once.
+def survey(tree: Any, rules: Rules | None = None) -> Leaves:
+    """Walk the tree once, by rules or by none.
 
     Raises:
         TypeError: A dimension is not an integer; the message names the path.
         ValueError: A dimension is negative, an array is too large to count, or a dtype is unknown;
             the message names the path.
     """
+    rules = no_rules() if rules is None else rules
     of_rows, paths, kinds, column = matcher_of(rules).survey(
         tree, replicated=NO_RULE_NEEDED, unmatched=UNMATCHED, ambiguous=AMBIGUOUS
     )
@@ -344,12 +345,12 @@ def survey_named(tree: Any, rules: LogicalRules, names: Any = None) -> Leaves:
             `survey`.
     """
     if names is not None:
-        leaves = replace(survey(tree, NO_RULES), rules=rules)
+        leaves = replace(survey(tree), rules=rules)
         return _with_names(leaves, names_beside(leaves.tree, leaves.paths, names))
     from jax.tree_util import tree_leaves
 
     boxes = unboxed_with_names(tree)
-    leaves = survey(boxes.tree, NO_RULES)
+    leaves = survey(boxes.tree)
     names = by_row(tree_leaves(leaves.tree), boxes.names_of_arrays())
     return _with_names(replace(leaves, rules=rules, tree=boxes.boxed(leaves.tree)), names)
 

@@ -48,9 +48,7 @@ from shardrules._plan.fold import Folded, find
 from shardrules._plan.kinds import DEFAULT_LARGE, Kind, Spec, coverage_of
 from shardrules._plan.leaves import Leaves, axes_said, leaves_by_specs, redecided, survey
 from shardrules._plan.memory import DeviceBytes, Training, hbm_bytes
-from shardrules._plan.report import HasSection, Page, plan_page, plan_parts
 from shardrules._plan.resolve import OnMesh, SizedMesh, put_by_rules, sized_mesh
-from shardrules._plan.state import find_parameters, put_state
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.matcher import Coverage
 from shardrules._rules.rules import Rules
@@ -59,7 +57,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from shardrules._plan.compare import PlanDiff, Transfer
-    from shardrules._plan.report import Explanation
+    from shardrules._plan.report import Explanation, HasSection
     from shardrules._plan.sweep import Sweep
     from shardrules._program.topologies.topology import Topology
 
@@ -145,7 +143,7 @@ class Plan(Decider):
     def total_bytes(self) -> int:
         """Bytes of all leaves together, exactly where int64 is too small for the sum."""
         counted = zip(self.kinds, self.counts.tolist(), strict=True)
-        return sum(kind.bytes * count for kind, count in counted)
+        return sum([kind.bytes * count for kind, count in counted])
 
     @property
     def devices(self) -> int:
@@ -176,6 +174,8 @@ class Plan(Decider):
         return len(self.paths)
 
     def _parts(self) -> list[Any]:
+        from shardrules._plan.report import plan_parts
+
         return plan_parts(self)
 
     def on_mesh(self, mesh: MeshLike) -> Plan:
@@ -274,6 +274,8 @@ class Plan(Decider):
             >>> print(plan.for_optimizer(state, memory_kind="pinned_host").bytes_per_device())
             0 B on the fullest device: nothing; 28 B in the host's memory
         """
+        from shardrules._plan.state import find_parameters, put_state
+
         if state is None:
             raise TypeError(
                 "state is None; give the optimizer's state, such as "
@@ -655,6 +657,8 @@ class Plan(Decider):
             >>> "Content-Security-Policy" in page
             True
         """
+        from shardrules._plan.report import HasSection, Page, plan_page
+
         check_file("path", path)
         parts = as_tuple("sections", sections, _SECTIONS)
         check_items("sections", parts, HasSection, _SECTIONS)

@@ -22,7 +22,6 @@ from shardrules._plan.leaves import (
 )
 from shardrules._plan.plan import Plan
 from shardrules._plan.resolve import put_by_rules, sized_mesh, with_companions
-from shardrules._rules.rules import Rules
 
 _COMPANIONS: Final = "Companion records: write shardrules.LORA, or [shardrules.stacked('layers')]"
 
@@ -92,8 +91,8 @@ def plan(
         check_rules_are_for_paths(leaves, decider.rules, tree)
         leaves = with_companions(leaves, decider.rules, records)
     else:
-        leaves = leaves_by_specs(survey(tree, Rules(())), rules, correction)
+        leaves = leaves_by_specs(survey(tree), rules, correction)
     planned = Plan._of(partial(put_by_rules, leaves), on)
-    if all(kind.shape is None for kind in planned.kinds):
+    if {kind.shape for kind in planned.kinds} <= {None}:
         check_arrays("tree", tree, needs_shape=True)
     return planned

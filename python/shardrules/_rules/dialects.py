@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeVar, get_args
 
-from shardrules._base.arguments import boolean, check_choice, check_choices, check_type, strings
+from shardrules._base.arguments import boolean, check_choice, check_fields, strings
 from shardrules._base.rule_specs import Correction, LibraryCorrection, check_correction
 from shardrules._base.specs import RankPolicy
 from shardrules._base.text import without_defaults
@@ -69,15 +69,10 @@ class Dialect:
         return _NAMES.get(self) or without_defaults(self)
 
     def __post_init__(self) -> None:
-        check_type("name", self.name, str, "a string")
-        check_type("separator", self.separator, str, "a string")
-        check_type("hidden_key", self.hidden_key, str | None, "a string or None")
-        check_type("correction", self.correction, Correction, "a Correction")
-        check_choices(self)
+        check_fields(self)
         modes = get_args(ModeName)
-        if type(self.match) is not tuple or not all(
-            type(mode) is str and mode in modes for mode in self.match
-        ):
+        is_plain = type(self.match) is tuple and {*map(type, self.match)} <= {str}
+        if not is_plain or not {*self.match} <= {*modes}:
             object.__setattr__(self, "match", strings("match", self.match))
             for mode in self.match:
                 check_choice("match", mode, modes)
@@ -171,8 +166,7 @@ class LogicalDialect:
         return _NAMES.get(self) or without_defaults(self)
 
     def __post_init__(self) -> None:
-        check_type("name", self.name, str, "a string")
-        check_type("correction", self.correction, Correction, "a Correction")
+        check_fields(self)
         for field in ("last_wins", "keeps_unknown", "tries_next", "keeps_size_one"):
             value = getattr(self, field)
             if type(value) is not bool:
@@ -217,8 +211,9 @@ def dialect_of(
     default: _AnyDialect,
 ) -> _AnyDialect:
     """Return the dialect of rules, with their correction; they may be made of rules with one."""
-    check_correction(correction)
-    if correction is None and inherited is not None and inherited not in _NAMES:
+    if correction is not None:
+        check_correction(correction)
+    elif inherited is not None and inherited not in _NAMES:
         correction = inherited.correction
     dialect = dialect or inherited or default
     if correction is None or correction == dialect.correction:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -60,7 +60,7 @@ class Coverage(NamedTuple):
     @property
     def dead(self) -> tuple[int, ...]:
         """Return rules that match no leaf."""
-        return tuple(rule for rule, leaves in enumerate(self.matched) if leaves == 0)
+        return tuple([rule for rule, leaves in enumerate(self.matched) if leaves == 0])
 
     @property
     def shadowed(self) -> dict[int, tuple[int, ...]]:
@@ -240,11 +240,11 @@ class Matcher:
         self.optional_axes: Final = optional_axes
         self.min_size: Final = min_size
         self.fallbacks: Final = code.reasons
-        self.from_shapes: Final = next(
-            (i for i, spec in enumerate(_specs_of(pairs)) if isinstance(spec, Fsdp)), None
-        )
+        specs = [plain_spec(spec) for _, spec in pairs]
+        shaped = [rule for rule, spec in enumerate(specs) if isinstance(spec, Fsdp)]
+        self.from_shapes: Final = shaped[0] if shaped else None
         """The first rule whose spec is made from shapes, which needs a mesh; or None."""
-        self.specs: Final = _spec_table(_specs_of(pairs), dialect.rank)
+        self.specs: Final = _spec_table(specs, dialect.rank)
         """For `decide`: each rule's spec, as long as the dialect lets it be."""
         self.rule_set: Final = RuleSet(
             code.patterns,
@@ -341,10 +341,6 @@ class Matcher:
                 self._remembered.clear()
             value = self._remembered.setdefault(key, make())
         return value  # type: ignore[no-any-return]
-
-
-def _specs_of(pairs: Iterable[tuple[Pattern, Any]]) -> list[Any]:
-    return [plain_spec(spec) for _, spec in pairs]
 
 
 def _spec_table(specs: list[Any], too_long: RankPolicy) -> SpecTable:

@@ -131,7 +131,7 @@ def _char_class(op: int, argument: object, flags: int) -> _CharClass:
     operand = list(argument) if isinstance(argument, tuple) else argument
     node = _parser.SubPattern(_parser.State(), [(op, operand)])
     compiled = _compiler.compile(node, flags)
-    members = sum(1 << ord(c) for c in compiled.findall(_ASCII))
+    members = sum([1 << ord(c) for c in compiled.findall(_ASCII)])
     return _CharClass(members, compiled.fullmatch)
 
 
@@ -140,27 +140,17 @@ class _Lowering:
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, object, int], int] = {}
-        self._classes: list[_CharClass] = []
-        self._boundaries: dict[bool, int] = {}
+        self.classes: list[_CharClass] = []
+        self.word_classes = {False: -1, True: -1}
+        r"""The classes that \b looks at, all words and ASCII's; -1 if no pattern has one."""
 
     def number(self, op: int, argument: object, flags: int) -> int:
         key = (op, argument, flags & _CLASS_FLAGS)
         number = self._numbers.get(key)
         if number is None:
-            number = self._numbers[key] = len(self._classes)
-            self._classes.append(_char_class(*key))
+            number = self._numbers[key] = len(self.classes)
+            self.classes.append(_char_class(*key))
         return number
-
-    def word_class(self, *, ascii_only: bool) -> int:
-        r"""Return the class that \b looks at, or -1 if no pattern has one."""
-        return self._boundaries.get(ascii_only, -1)
-
-    def classes(self) -> tuple[int, ...]:
-        return tuple(c.ascii_members for c in self._classes)
-
-    def oracle(self) -> Callable[[int, str], bool]:
-        fullmatches = [c.fullmatch for c in self._classes]
-        return lambda number, character: fullmatches[number](character) is not None
 
     def sequence(
         self, items: Sequence[tuple[Any, Any]], flags: int, code: list[int], depth: int
@@ -217,7 +207,7 @@ class _Lowering:
             return _ANCHORS[anchor][bool(flags & _MULTILINE)]
         ascii_only = bool(flags & _ASCII_ONLY)
         word = (_constants.CATEGORY, _constants.CATEGORY_WORD)
-        self._boundaries[ascii_only] = self.number(_constants.IN, (word,), flags & _ALPHABET_FLAGS)
+        self.word_classes[ascii_only] = self.number(_constants.IN, (word,), flags & _ALPHABET_FLAGS)
         return _BOUNDARIES[anchor][ascii_only]
 
 
@@ -255,12 +245,13 @@ def compile_patterns(patterns: Sequence[Any], modes: Sequence[ModeName]) -> Patt
             fallbacks.append((len(lowered), evaluate))
             lowered.append(None)
             reasons.append((index, str(reason)))
+    fullmatches = [each.fullmatch for each in lowering.classes]
     return PatternCode(
         tuple(lowered),
-        lowering.classes(),
-        lowering.oracle(),
-        lowering.word_class(ascii_only=False),
-        lowering.word_class(ascii_only=True),
+        tuple([each.ascii_members for each in lowering.classes]),
+        lambda number, character: fullmatches[number](character) is not None,
+        lowering.word_classes[False],
+        lowering.word_classes[True],
         tuple(fallbacks),
         tuple(reasons),
     )

@@ -157,13 +157,19 @@ class Rules:
 
         A dialect may allow only one to match; `match` checks that, and this does not.
         """
-        check_type("path", path, str, "a string")
-        return self._matcher.rule_set.first_match(path)
+        try:
+            return self._matcher.rule_set.first_match(path)
+        except TypeError:
+            check_type("path", path, str, "a string")
+            raise
 
     def all_matches(self, path: str) -> list[int]:
         """Return the indices of all rules that match the path, ascending."""
-        check_type("path", path, str, "a string")
-        return self._matcher.rule_set.all_matches(path)
+        try:
+            return self._matcher.rule_set.all_matches(path)
+        except TypeError:
+            check_type("path", path, str, "a string")
+            raise
 
     def coverage(self, tree: Any, strict: bool = True) -> Coverage:
         """Return per rule, the leaves that it matches and wins, from one walk over the tree.
@@ -420,7 +426,7 @@ def _pairs_of(rules: Mapping[Any, Any]) -> str:
 
 
 def _checked_pairs(rules: Iterable[Any]) -> tuple[tuple[Pattern, Any], ...]:
-    return tuple(_checked_pair(index, rule) for index, rule in enumerate(rules))
+    return tuple([_checked_pair(index, rule) for index, rule in enumerate(rules)])
 
 
 def _checked_pair(index: int, rule: Any) -> tuple[Pattern, Any]:

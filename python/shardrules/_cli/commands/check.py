@@ -58,8 +58,9 @@ def check(
     declared = Declared(replicated=replicated, data_axes=data_axes)
     plan, _, rules = planning.plan_model(model, how, mesh, declared, optional_axes)
     findings = plan.check(**rules.declared, large=large, head_dim=head_dim, levels=level)
-    over = _over_budget(plan, memory, budget, level.get("memory", "error"))
-    findings = Findings([*over, *findings], findings.scope)
+    over = [*_over_budget(plan, memory, budget, level.get("memory", "error"))]
+    if over:
+        findings = Findings([*over, *findings], findings.scope)
     file, lines = rule_places(how.rules[-1], len(plan.rules))
     if fix:
         from shardrules._plan.suggest.suggest import missing_text, suggest
@@ -73,7 +74,7 @@ def check(
         process.hint(f"no rule is to be added; check without --fix: {findings.summary}")
         return process.exit_code(findings, fail_on)
     code = process.show_findings(findings, format, fail_on, file, lines)
-    kinds = {finding.kind for finding in findings.at_least("warning")}
+    kinds = {finding.kind for finding in findings if finding.level != "info"}
     if not rules.companions and kinds & _ADDED:
         process.print_hint(format, "--fix prints the missing rules")
     return code

@@ -61,7 +61,8 @@ def parse_toml(path: Path, data: bytes) -> dict[str, Any]:
     import tomllib  # few processes read any
 
     text = text_of(path, data)
-    if any(key.count(".") >= _MOST_LEVELS for key in _KEY.findall(_NO_KEY.sub("", text))):
+    levels = [key.count(".") for key in _KEY.findall(_NO_KEY.sub("", text))]
+    if max(levels, default=0) >= _MOST_LEVELS:
         raise FileError(f"{path}: a key has more than {_MOST_LEVELS} levels; rules need 3 levels")
     try:
         return tomllib.loads(text)
