@@ -97,7 +97,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
         "match": (3, 0, "search", [], ["silly"], [3], THING, HUGE),
         "dtype gradients": NOT_DTYPE,
         "memory_kind": NOT_MEMORY,
-        "memory_budget max_memory min_bytes min_rank devices": NOT_SIZE,
+        "memory_budget min_bytes min_rank devices": NOT_SIZE,
         "max_bytes_in_flight shard_bytes": ("5 parsecs", -1, None, THING, HUGE, False, []),
         "head_dim": NOT_COUNT,
         "memory_bytes link_devices torus_dimensions slices": (*NOT_COUNT, None),

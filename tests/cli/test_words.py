@@ -13,7 +13,6 @@ import pytest
 import shardrules as sr
 from shardrules import __version__
 from shardrules._base.hardware import public_hardware
-from shardrules._base.io import DEFAULT_MEMORY
 from shardrules._cli.project import command_named, names
 from shardrules._plan.codec import DIALECTS, LOGICAL_DIALECTS
 from shardrules._plan.findings import LEVELS
@@ -28,11 +27,11 @@ COMMANDS = {command.name: command for command in map(command_named, names())}
     ("words", "options"),
     [
         ("model -m tp=2", {}),
-        ("-m tp=2 model", {"max_memory": DEFAULT_MEMORY}),
+        ("-m tp=2 model", {}),
         ("model -m tp=2 --lock -x", {"lock": "-x"}),
         ("model -mtp=2 --hbm 5GB", {"hbm": 5 * 10**9}),
         ("model -m tp=2 --rules=-b", {"rules": ("r", "-b")}),
-        ("model -m tp=2 --gradients same --optimizer adam", {"gradients": True, "optimizer": "adam"}),
+        ("model -m tp=2 --gradients same --optimizer adam", {"gradients": True, "optimizer": ("float32",) * 2}),
         ("model -m tp=2 --gradients BF16", {"gradients": "bfloat16"}),
         ("model -m tp=2 --dialect NNX", {"dialect": sr.dialects.NNX}),
         ("-m tp=2 -q -- model", {}),
@@ -115,7 +114,6 @@ def test_the_help_names_what_there_is():
     assert f"of logical rules {', '.join(LOGICAL_DIALECTS)}. Default" in shown
     of_solve = " ".join(invoke("solve", "--help").stdout.split())
     assert f"without --on: {', '.join(public_hardware())}; or" in of_solve
-    assert "moments. [default: float32] --hbm" in shown  # the default is there once
     assert f"--fail-on [{'|'.join(LEVELS)}|never]" in invoke("check", "-h").stdout
 
 

@@ -65,7 +65,7 @@ def test_docstrings(name):
 # What pages say of the code's constants, which have no test of their own.
 FIGURES = {
     "security": [
-        ("512 MiB; more with", "_base.io", "DEFAULT_MEMORY", 512 << 20),
+        ("512 MiB, unpacked", "_base.io", "DEFAULT_MEMORY", 512 << 20),
         ("1 MiB of TOML", "_plan.files.rules", "BYTES_OF_TOML", 512),
         ("100,000 characters", "_plan.codec", "_MOST_CHARACTERS", 100_000),
         ("TOML | 8 |", "_plan.files.rules", "_MOST_LEVELS", 8),

@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -92,7 +91,7 @@ def sparse(size, head=b""):
     return write
 
 
-LARGE = "takes more than 537 MB of memory; if it is the right file, allow more with --max-memory"
+LARGE = "takes more than 537 MB of memory, which is the bound; is it the right file?"
 LEVELS = "a key has more than 8 levels; rules need 3 levels"
 KEY = (b"a.", 40_000)
 # By file: how it is made, and what is said of it.
@@ -177,24 +176,13 @@ def test_a_manifest_of_a_million_arrays_is_read(tmp_path):
     assert said == "read 1000000"
 
 
-@pytest.mark.parametrize("words", ["plan M", "check M", "explain M a", "sweep M"])
-def test_the_command_line_allows_more(tmp_path, monkeypatch, words):
-    monkeypatch.chdir(tmp_path)
-    Path("M").write_text(json.dumps({"params": [["a", [2], "F32"]]}) + " " * 2_000_000)
-    Path("r.json").write_text('[[".*", []]]')
-    command = [*words.split(), "-r", "r.json", "-m", "tp=2", "--max-memory"]
-    done = invoke(*command, "1MB")
-    assert (done.exit_code, "allow more with --max-memory" in done.output) == (2, True)
-    assert invoke(*command, "1GB").exit_code == 0
-
-
 LEAF = ArraySpec((2,), "float32")
 
 
 @pytest.mark.parametrize("names", [["a/" * 3_000_000 + "b"], [f"{i}/" + "a/" * 900 for i in range(9000)]])
 def test_names_of_many_levels_do_not_fill_the_memory(names):
     """Some dialects need dicts in dicts, which take a hundred times what a name takes."""
-    with pytest.raises(FileError, match="^m: .* the names have more levels than this dialect") as info:
+    with pytest.raises(FileError, match="^m: .* the names have more levels than can") as info:
         nested_dicts(Arrays("m", dict.fromkeys(names, LEAF), "/"))
     assert len(str(info.value)) < 3000
 
@@ -255,7 +243,7 @@ BOMB = gzip.compress(b"[" + b"[]," * 10_000_000 + b"[]]", 1)
         *((name, None, NOT_REGULAR) for name in ("/dev/stdin", "/proc/self/fd/0", "/dev/fd/0")),  # not waited for
         ("-", MANIFEST, "read 1"),
         ("-", gzip.compress(MANIFEST), "read 1"),
-        ("-", BOMB, "allow more with --max-memory"),
+        ("-", BOMB, LARGE),
     ],
 )
 def test_standard_input_is_read_where_it_is_asked_for(name, given, expected):

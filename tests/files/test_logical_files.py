@@ -106,7 +106,7 @@ class TestRules:
 
     def test_without_pyyaml_or_memory_a_message_says_what_to_do(self, tmp_path, monkeypatch):
         file = written(tmp_path, "rules.yml", "# " + "x" * 10**6)
-        with memory_within(2**28), pytest.raises(sr.FileError, match="allow more"):
+        with memory_within(2**28), pytest.raises(sr.FileError, match="is it the right file"):
             read_rule_source(file)
         monkeypatch.setitem(sys.modules, "yaml", None)
         with pytest.raises(sr.FileError, match=r"pip install pyyaml"):

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base.dtypes import BITS
-from shardrules._cli.options import HowToPlan
 from shardrules._cli.planning import plan_model
 from tests.checkpoint.test_load import mesh_of
 from tests.support import corpus
@@ -41,8 +40,7 @@ def written(path: Path, *rows) -> Path:
 @pytest.mark.parametrize("name", ["llama-3.1-405b", "easylm-llama-3.1-405b", "flax-gpt-j-6b"])
 def test_a_plan_of_files_is_that_of_the_command_line(name, rules):
     path = corpus.manifest_path(name)
-    how = HowToPlan((str(rules),), None, 1 << 29)
-    theirs = plan_model(str(path), how, MESH)
+    theirs = plan_model(str(path), (str(rules),), None, MESH)
     read = sr.read_rules(rules)
     ours = sr.plan(sr.read_model(path), read.rules, MESH)
     assert ours.fingerprint() == theirs.plan.fingerprint()
@@ -81,20 +79,6 @@ def test_nothing_is_executed(tmp_path, monkeypatch):
         assert "only the command line imports package.module:name" in message(read, "user_code:f")
     (tmp_path / "user_code:f").write_text('{"params": []}')
     assert sr.read_model("user_code:f") == {}
-
-
-def test_the_bound_on_memory(tmp_path):
-    path = written(tmp_path / "a.json", *([f"w{i}", [2, 2], "F32"] for i in range(500)))
-    assert "or in Python with max_memory" in message(lambda path: sr.read_model(path, max_memory=1000), path)
-    deep = written(tmp_path / "b.json", ["/" * 900, [2], "F32"])
-    with pytest.raises(sr.FileError, match="^b: //.*: the names have more levels than"):
-        sr.read_model(deep, max_memory=100_000)
-    assert len(sr.read_model(deep, max_memory=100_000, nested=False)) == 1
-    listed = tmp_path / "rules.json"
-    listed.write_text(json.dumps([["w", ["tp"]]] * 100))
-    for read in (sr.read_rules, sr.read_model):
-        assert "allow more with --max-memory" in message(lambda path, read=read: read(path, max_memory=1000), listed)
-    assert len(sr.read_rules(listed).rules) == 100
 
 
 def test_files_are_imported_on_first_use():

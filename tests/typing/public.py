@@ -30,7 +30,7 @@ def rules() -> None:
 
 
 def files() -> None:
-    read = sr.read_rules("rules.toml", dialect=sr.dialects.NNX, max_memory=1 << 20)
+    read = sr.read_rules("rules.toml", dialect=sr.dialects.NNX)
     assert_type(read, sr.types.RuleFile)
     model = sr.read_model("model", nested=True)
     planned = sr.plan(model, read.rules, MESH, companions=read.companions)

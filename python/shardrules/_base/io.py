@@ -200,8 +200,7 @@ def join_chunks(path: Path, chunks: Iterable[bytes], size: int, per_byte: int = 
 def _raise_too_large(path: Path, size: int) -> NoReturn:
     raise FileError(
         f"{path}: reading this file of {bytes_shown(size)} takes more than "
-        f"{bytes_shown(max_memory.get())} of memory; if it is the right file, allow more with "
-        "--max-memory, or in Python with max_memory"
+        f"{bytes_shown(max_memory.get())} of memory, which is the bound; is it the right file?"
     )
 
 

@@ -1,7 +1,6 @@
 """Options of the commands for click, declared by decorators, and their types.
 
-Options that several commands have are here, with records of groups; a command is in a file of
-`commands`.
+Options that several commands have are here; a command is in a file of `commands`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, get_args
+from typing import Any, Final, get_args
 
 import click
 from click.core import ParameterSource
@@ -108,6 +107,17 @@ def _dtype(value: str) -> str:
     return numpy_name(value)
 
 
+# The number of moments that each keeps per parameter.
+_MOMENTS: Final = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
+
+
+def _optimizer(value: str) -> tuple[str, ...]:
+    name, _, dtype = value.partition(":")
+    if name not in _MOMENTS:
+        raise ValueError(f"{name!r} is none of {', '.join(_MOMENTS)}; write it as adam:BF16")
+    return (_dtype(dtype or "float32"),) * _MOMENTS[name]
+
+
 def _dialect(value: str) -> Any:
     from shardrules._plan.codec import LOGICAL_DIALECTS, dialect_named
 
@@ -169,7 +179,8 @@ MESH = Type("mesh", _mesh_sizes, dict)
 AXES = Type("axes", _axes, list)
 BYTES, MEMORY = Type("bytes", _bytes), Type("bytes", _memory)
 TOPOLOGY, SHARE = Type("topology", _topology), Type("share", _share)
-DTYPE, DIALECT, HARDWARE = Type("dtype", _dtype), Type("name", _dialect), Type("name", _hardware)
+DIALECT, HARDWARE = Type("name", _dialect), Type("name", _hardware)
+OPTIMIZER = Type("name", _optimizer)
 DTYPE_OR_SAME = Type("dtype", lambda value: value == "same" or _dtype(value))
 LEVELS = KeyValues("kind=level", _level, _odd_kind)
 TRIES = KeyValues("keyword=values", _values_to_try)
@@ -273,30 +284,12 @@ OF_ALL: Final = [
 ]  # fmt: skip
 
 
-def bundle(record: Any, parameter: str, *options: Decorator) -> Decorator:
-    """Make a decorator with options, whose values a function gets as a record of this type."""
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def run(**values: Any) -> Any:
-            fields = {name: values.pop(name) for name in record._fields}
-            return function(**values, **{parameter: record(**fields)})
-
-        for each in reversed(options):
-            each(run)
-        return run
-
-    return decorate
-
-
 # Names of dialects, tables, memories and devices are text here, which tests compare: help imports
 # no modules that have them.
 DEVICES: Final = (
     "v5p:8x8x8, v5e:4x4, v6e:16x16, v4:4x4x4, tpu7x:4x4x4; or GPUs of a host, and hosts: "
     "h100:8x16, h200:8, b200:8x2, gb200:72x2"
 )
-MOMENTS: Final = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
-"""Optimizers, with the number of moments that each keeps per parameter."""
 Sizes = dict[str, int]
 """Devices per mesh axis."""
 
@@ -313,6 +306,11 @@ of_step: Final = argument(
 mesh = functools.partial(option, "-m", "--mesh", type=MESH)
 of_mesh: Final = mesh(required=True, help="Devices per mesh axis, such as dp=8,fsdp=16,tp=4.")
 rules = functools.partial(option, "-r", "--rules", type=FILE, multiple=True)
+rules_of_model = functools.partial(
+    rules, help="The rules: a TOML or JSON file, MaxText's YAML, or package.module:NAME; files "
+    "after the first are merged over it.",
+)  # fmt: skip
+of_rules: Final = rules_of_model(required=True)
 of_step_rules: Final = rules(help="Rules that the function takes behind the mesh.")
 devices = functools.partial(option, "--devices", type=NUMBER)
 axes = functools.partial(option, "--axes", type=AXES)
@@ -327,10 +325,6 @@ dialect: Final = option(
     help="Semantics of the rules: big_vision, easylm, eformer, jaxseq, keras, nnx, spectrax; of "
     "logical rules linen, flax.core, maxtext, haliax. Default: the rule file's dialect, or else "
     "eformer, linen or, in YAML, maxtext.",
-)  # fmt: skip
-max_memory: Final = option(
-    "--max-memory", type=BYTES, default="512MiB",
-    help="Maximum memory for reading a file, beyond the file's size, such as 2GB.",
 )  # fmt: skip
 head_dim: Final = option(
     "--head-dim", type=NUMBER,
@@ -348,46 +342,14 @@ def formats(*names: str, about: str = "Output format.") -> Decorator:
     return option("--format", type=choice, default=names[0], in_job=False, help=about)
 
 
-class HowToPlan(NamedTuple):
-    """How a model is planned, beside its mesh."""
-
-    rules: tuple[str, ...]
-    dialect: Any
-    max_memory: int
-
-
-def how_to_plan(*, needs_rules: bool = True) -> Decorator:
-    """Make a decorator with what says how a model is planned."""
-    of_model = rules(required=needs_rules, help="The rules: a TOML or JSON file, MaxText's YAML, "
-        "or package.module:NAME; files after the first are merged over it.")  # fmt: skip
-    return bundle(HowToPlan, "how", of_model, dialect, max_memory)
-
-
-class ToCount(NamedTuple):
-    """What training adds to the parameters, and the memory that there is."""
-
-    gradients: str | bool | None
-    optimizer: str | None
-    optimizer_dtype: str
-    hbm: int | None
-
-    @property
-    def training(self) -> dict[str, Any]:
-        """Arguments of `Plan.bytes_per_device`."""
-        name = self.optimizer
-        dtypes = None if name is None else (self.optimizer_dtype,) * MOMENTS[name]
-        return {"gradients": self.gradients, "optimizer": dtypes}
-
-
 def memory(*needs: str) -> Decorator:
     """Make a decorator with what is counted, which needs one of these options."""
-    return bundle(
-        ToCount, "memory",
+    parts = (
         option("--gradients", type=DTYPE_OR_SAME, needs=needs,
-            help="Count gradients of this dtype; 'same' is the parameters' own d"),
-        option("--optimizer", type=click.Choice([*MOMENTS]), needs=needs,
-            help="Count the state of this optimizer."),
-        option("--optimizer-dtype", type=DTYPE, default="float32", needs=("optimizer",),
-            help="The dtype of the optimizer's moments."),
+            help="Count gradients of this dtype; 'same' is the parameters' own dtypes."),
+        option("--optimizer", type=OPTIMIZER, needs=needs,
+            help="Count the state of this optimizer: sgd, momentum, lion, adam or adamw, whose "
+            "moments are of float32, or as adam:BF16 says."),
         hbm(help="Memory of one device, such as 96GB or 80GiB, or its name, such as v5p."),
     )  # fmt: skip
+    return lambda function: functools.reduce(lambda made, part: part(made), parts[::-1], function)

@@ -6,13 +6,11 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardrules._base.io import FileError, memory_within
-from shardrules._cli.options import HowToPlan
+from shardrules._base.io import FileError
 from shardrules._cli.process import hint, working
 from shardrules._plan.files.models import arrays_of, nested_dicts, read_arrays
 from shardrules._plan.files.modules import is_module_form, load_object
 from shardrules._plan.files.rules import RuleFile, read_rule_source
-from shardrules._plan.findings import NOTHING, Declared, all_declared
 from shardrules._plan.plan import Plan
 from shardrules._plan.planning import plan
 from shardrules._rules.dialects import EFORMER, LINEN, LogicalDialect
@@ -30,12 +28,12 @@ class Planned(NamedTuple):
 
 
 def plan_model(
-    source: str, how: HowToPlan, mesh: dict[str, int], declared: Declared = NOTHING,
+    source: str, rule_files: tuple[str, ...], dialect: Any, mesh: dict[str, int],
     optional_axes: tuple[str, ...] = (),
 ) -> Planned:  # fmt: skip
-    """Plan a model within the bound on memory; notes go to stderr."""
-    with working(f"reading {source}"), memory_within(how.max_memory):
-        file = read_rule_source(how.rules, how.dialect)
+    """Plan a model; notes go to stderr."""
+    with working(f"reading {source}"):
+        file = read_rule_source(rule_files, dialect)
         rules: Any = file.rules
         if optional_axes:
             rules = type(rules)(rules, optional_axes=rules.optional_axes + optional_axes)
@@ -43,7 +41,7 @@ def plan_model(
         planned = plan(tree, rules, mesh, companions=file.companions, names=names)
     for unread in file.unread:
         hint(f"note: these rules are not read: {unread}")
-    return Planned(planned, name, file._replace(declared=all_declared(file.declared, declared)))
+    return Planned(planned, name, file)
 
 
 def is_lock(text: str) -> bool:
@@ -75,9 +73,9 @@ def read_tree(source: str, dialect: Any) -> tuple[str, Any, Any]:
     return arrays.name, nested_dicts(arrays) if joins_keys else arrays.leaves, None
 
 
-def shapes_of(source: str, dialect: Any, max_memory: int) -> tuple[Plan, str]:
+def shapes_of(source: str, dialect: Any) -> tuple[Plan, str]:
     """Read (a model that is planned without rules, on any mesh; its name)."""
-    with working(f"reading {source}"), memory_within(max_memory):
+    with working(f"reading {source}"):
         name, tree, names = read_tree(source, dialect)
         return arrays_of(tree, dialect, names), name
 

@@ -19,7 +19,8 @@ _ADDED: Final = frozenset({"unmatched", "catch-all"})
 
 @command("model.json -r rules.toml -m fsdp=8,tp=4 --fail-on warning", has_jobs=True)
 @options.of_model
-@options.how_to_plan()
+@options.of_rules
+@options.dialect
 @options.of_mesh
 @options.memory("hbm", "budget")
 @option("--budget", type=options.PLANNED_BUDGET, help="Maximum bytes of all that is counted in a "
@@ -41,10 +42,10 @@ _ADDED: Final = frozenset({"unmatched", "catch-all"})
     "are some.")  # fmt: skip
 @options.formats("text", "json", "github")
 def check(
-    *, model: str, how: options.HowToPlan, mesh: options.Sizes, memory: options.ToCount,
-    budget: dict[str, int], fail_on: str, large: int, head_dim: int | None, level: dict[Any, Any],
-    fix: bool, format: str, replicated: tuple[str, ...], optional_axes: tuple[str, ...],
-    data_axes: tuple[str, ...],
+    *, model: str, rules: tuple[str, ...], dialect: Any, mesh: options.Sizes, gradients: Any,
+    optimizer: Any, hbm: int | None, budget: dict[str, int], fail_on: str, large: int,
+    head_dim: int | None, level: dict[Any, Any], fix: bool, format: str,
+    replicated: tuple[str, ...], optional_axes: tuple[str, ...], data_axes: tuple[str, ...],
 ) -> int:  # fmt: skip
     """Find mistakes in the rules; without SOURCE, in all jobs of the project file.
 
@@ -53,52 +54,50 @@ def check(
     """
     from shardrules._cli import planning, process
     from shardrules._plan.files.rules import rule_places
-    from shardrules._plan.findings import Declared, Findings
+    from shardrules._plan.findings import Declared, Findings, all_declared
 
-    declared = Declared(replicated=replicated, data_axes=data_axes)
-    plan, _, rules = planning.plan_model(model, how, mesh, declared, optional_axes)
-    findings = plan.check(**rules.declared, large=large, head_dim=head_dim, levels=level)
-    over = [*_over_budget(plan, memory, budget, level.get("memory", "error"))]
-    if over:
+    plan, _, rule_file = planning.plan_model(model, rules, dialect, mesh, optional_axes)
+    asked = Declared(replicated=replicated, data_axes=data_axes)
+    declared = all_declared(rule_file.declared, asked)
+    findings = plan.check(**declared, large=large, head_dim=head_dim, levels=level)
+    bounds = (
+        ("memory", hbm, level.get("memory", "error"), "a device has"),
+        ("budget", budget.get("device"), "error", "the budget is"),
+    )
+    if over := [*_over(plan, bounds, gradients=gradients, optimizer=optimizer)]:
         findings = Findings([*over, *findings], findings.scope)
-    file, lines = rule_places(how.rules[-1], len(plan.rules))
+    file, lines = rule_places(rules[-1], len(plan.rules))
     if fix:
         from shardrules._plan.suggest.suggest import missing_text, suggest
 
-        if rules.companions:
+        if rule_file.companions:
             raise ValueError("--fix: some leaves follow others: leave out companions, and fix that")
         suggestion = suggest(plan, head_dim=head_dim)
-        if text := missing_text(how.rules[-1], plan, suggestion, is_of_tables=bool(lines)):
+        if text := missing_text(rules[-1], plan, suggestion, is_of_tables=bool(lines)):
             print(text, end="")
             return 0 if fail_on == "never" else 1
         process.hint(f"no rule is to be added; check without --fix: {findings.summary}")
         return process.exit_code(findings, fail_on)
     code = process.show_findings(findings, format, fail_on, file, lines)
     kinds = {finding.kind for finding in findings if finding.level != "info"}
-    if not rules.companions and kinds & _ADDED:
+    if not rule_file.companions and kinds & _ADDED:
         process.print_hint(format, "--fix prints the missing rules")
     return code
 
 
-def _over_budget(
-    plan: Plan, memory: options.ToCount, budget: dict[str, int], level: Any
-) -> Iterator[Finding]:
-    """Yield a finding for the memory, and for the budget, that is less than what is planned."""
+def _over(plan: Plan, bounds: tuple[Any, ...], **counted: Any) -> Iterator[Finding]:
+    """Yield a finding for each bound, of (kind, bytes, level, words), that is less than needed."""
     from shardrules._base.text import bytes_shown
     from shardrules._plan.check_leaves import no_room
 
-    if memory.hbm is None and not budget:
+    if all(most is None for _, most, _, _ in bounds):
         return
-    needed = plan.bytes_per_device(**memory.training)
+    needed = plan.bytes_per_device(**counted)
     largest = sorted(
         plan.folded, key=lambda part: -plan.kinds[part.group].device_bytes * len(part.rows)
     )
-    bounds: Any = (
-        ("memory", memory.hbm, level, "a device has"),
-        ("budget", budget.get("device"), "error", "the budget is"),
-    )
-    for kind, most, level_of, has in bounds:
-        if most is not None and needed.max > most and level_of != "off":
+    for kind, most, level, has in bounds:
+        if most is not None and needed.max > most and level != "off":
             message = f"{needed}; {has} {bytes_shown(most)}"
             finding = no_room(needed, most, largest)
-            yield finding._replace(kind=kind, level=level_of, message=message)
+            yield finding._replace(kind=kind, level=level, message=message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,7 +15,8 @@ from shardrules._cli.project import command
 @command("plan.lock model.json -r rules.toml", has_jobs=True)
 @argument("before", metavar="BEFORE", type=FILE, about="A lock, which plan --lock writes.")
 @argument("model", metavar="AFTER", type=FILE, about="A lock, or a model with --rules.")
-@options.how_to_plan(needs_rules=False)
+@options.rules_of_model()
+@options.dialect
 @options.mesh(help="Mesh of the model. Default: that of the lock.")
 @option("--fail-on", type=click.Choice(["any", "grown", "never"]), default="any", in_job=False,
     help="What makes the exit code 1: any difference, or more bytes on a device or in its host's "
@@ -22,15 +24,15 @@ from shardrules._cli.project import command
 @option("--tolerance", type=SHARE, default="0%", in_job=False,
     help="How much may be added with --fail-on grown, such as 2%.")  # fmt: skip
 def diff(
-    *, before: str, model: str, how: options.HowToPlan, mesh: options.Sizes | None, fail_on: str,
-    tolerance: float,
+    *, before: str, model: str, rules: tuple[str, ...], dialect: Any, mesh: options.Sizes | None,
+    fail_on: str, tolerance: float,
 ) -> int:  # fmt: skip
     """Show the differences between two plans.
 
     Without BEFORE, of all jobs of the project file that have one: between it and their models.
     Exits with 1 if there are any, or with --fail-on grown, if the plan needs more memory.
     """
-    from shardrules._base.io import FileError, memory_within
+    from shardrules._base.io import FileError
     from shardrules._cli.planning import is_lock, plan_model
     from shardrules._plan.plan import Plan
 
@@ -38,15 +40,14 @@ def diff(
         raise ValueError("--tolerance is of --fail-on grown: give it, too")
     if not Path(before).exists():
         raise FileError(f"{before}: no such file; shardrules plan --lock {before} writes it")
-    with memory_within(how.max_memory):
-        first = Plan.from_lock(Path(before))
-        second = Plan.from_lock(Path(model)) if is_lock(model) else None
+    first = Plan.from_lock(Path(before))
+    second = Plan.from_lock(Path(model)) if is_lock(model) else None
     if second is None:
-        if not how.rules:
+        if not rules:
             why = "not a lock" if Path(model).exists() else "no such lock"
             raise FileError(f"{model}: {why}; for a model, give --rules as well")
-        second = plan_model(model, how, mesh or first.axis_sizes).plan
-    elif how.rules or how.dialect or mesh:
+        second = plan_model(model, rules, dialect, mesh or first.axis_sizes).plan
+    elif rules or dialect or mesh:
         raise ValueError("a lock has its own rules and mesh: leave out --rules and --mesh")
     differences = first.diff(second)
     print(differences)

@@ -13,14 +13,11 @@ from shardrules._cli.project import command
 @command("my_package.model:shapes -o model.json.gz")
 @options.of_model
 @options.dialect
-@options.max_memory
 @option("-o", "--output", type=FILE,
     help="The file, gzipped if its name ends with .gz. Default: standard output.")  # fmt: skip
 @option("--check", type=FILE, excludes=("output",),
     help="Compare with this manifest instead of writing one.")  # fmt: skip
-def manifest(
-    *, model: str, dialect: Any, max_memory: int, output: str | None, check: str | None
-) -> int:
+def manifest(*, model: str, dialect: Any, output: str | None, check: str | None) -> int:
     """Write the shapes of a model, as a model for places without its code.
 
     With --check nothing is written: exits with 1 if the manifest there is not of this model.
@@ -29,9 +26,9 @@ def manifest(
     from shardrules._plan.files.models import manifest_text, write_packed
 
     check_targets({"--output": output}, [model])
-    shapes, name = shapes_of(model, dialect, max_memory)
+    shapes, name = shapes_of(model, dialect)
     if check:
-        old, _ = shapes_of(check, dialect, max_memory)
+        old, _ = shapes_of(check, dialect)
         whole = [("", ())]  # else each leaf would be told to be without a rule
         differences = old.with_rules(whole).diff(shapes.with_rules(whole))
         if differences:

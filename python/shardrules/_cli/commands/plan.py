@@ -17,15 +17,16 @@ _MOST_MESHES: Final = 40
 
 @command("model.json -r rules.toml -m fsdp=8,tp=4 --optimizer adam --hbm 96GB")
 @options.of_model
-@options.how_to_plan()
+@options.of_rules
+@options.dialect
 @options.of_mesh
 @options.memory()
 @options.formats("text", "json")
 @option("--lock", type=FILE, help="Write a lockfile to this path.")
 @option("--html", type=FILE, help="Write an HTML report to this path; it works offline.")
 def plan(
-    *, model: str, how: options.HowToPlan, mesh: options.Sizes, memory: options.ToCount,
-    format: str, lock: str | None, html: str | None,
+    *, model: str, rules: tuple[str, ...], dialect: Any, mesh: options.Sizes, gradients: Any,
+    optimizer: Any, hbm: int | None, format: str, lock: str | None, html: str | None,
 ) -> None:  # fmt: skip
     """Show the spec of every array, and its bytes on each device."""
     from shardrules._base.io import write_text
@@ -33,12 +34,12 @@ def plan(
     from shardrules._cli import planning, process
     from shardrules._plan.report import heading, plan_json, plan_table
 
-    planning.check_targets({"--lock": lock, "--html": html}, (model, *how.rules))
-    planned = planning.plan_model(model, how, mesh)
-    model_plan, hbm = planned.plan, memory.hbm
-    needed = model_plan.bytes_per_device(**memory.training)
+    planning.check_targets({"--lock": lock, "--html": html}, (model, *rules))
+    planned = planning.plan_model(model, rules, dialect, mesh)
+    model_plan, counted = planned.plan, {"gradients": gradients, "optimizer": optimizer}
+    needed = model_plan.bytes_per_device(**counted)
     # Made before anything is written: a failure leaves no file behind.
-    page = html and _page(planned, memory)
+    page = html and _page(planned, {"hbm": hbm, **counted})
     if lock:
         model_plan.lock(lock)
     if html and page:
@@ -52,13 +53,12 @@ def plan(
         print(f"{'fits' if needed.max <= hbm else 'DOES NOT FIT'} into {bytes_shown(hbm)}")
 
 
-def _page(planned: Planned, memory: options.ToCount) -> str:
+def _page(planned: Planned, counted: dict[str, Any]) -> str:
     """Return the HTML report: the plan, its findings, and meshes to compare."""
     from shardrules._cli.process import working
 
     plan = planned.plan
     sections: list[Any] = [plan.check(**planned.rules.declared)]
-    counted = {"hbm": memory.hbm, **memory.training}
     axes = [axis for axis, size in plan.axis_sizes.items() if size > 1]
     if plan.devices > 1:
         with working("trying meshes"):

@@ -16,23 +16,21 @@ from shardrules._cli.project import command
     "model has stacks of experts.")  # fmt: skip
 @options.dialect
 @options.head_dim
-@options.max_memory
 @options.formats("toml", "python", "text", about="Output format; text has the reasons.")
 def suggest(
     *, model: str, mesh: options.Sizes | None, devices: int | None, axes: tuple[str, ...] | None,
-    dialect: Any, head_dim: int | None, max_memory: int, format: str,
+    dialect: Any, head_dim: int | None, format: str,
 ) -> int:  # fmt: skip
     """Write rules for a model on standard output.
 
     Exits with 1 if check warns of them.
     """
-    from shardrules._base.io import memory_within
     from shardrules._cli import planning, process
     from shardrules._plan.suggest.suggest import suggest
 
     if mesh is None and devices is None:
         raise ValueError("give a mesh with --mesh, or --devices to have one chosen")
-    with process.working(f"reading {model}"), memory_within(max_memory):
+    with process.working(f"reading {model}"):
         _, tree, _ = planning.read_tree(model, dialect)
     suggestion = suggest(tree, mesh, devices=devices, axes=axes, head_dim=head_dim, dialect=dialect)
     written = {"toml": suggestion.to_toml, "python": suggestion.to_python}

@@ -20,7 +20,8 @@ _MOST_ROWS: Final = 20
 @options.model(about="With --rules a model, as for plan. Without, a step: package.module:function, "
     "which takes the mesh, and the choices of --try as keywords, and returns what it does for "
     "prove.")  # fmt: skip
-@options.how_to_plan(needs_rules=False)
+@options.rules_of_model()
+@options.dialect
 @options.mesh(multiple=True, excludes=("on", "devices", "axes"),
     help="A mesh to compare; of a model repeatable.")  # fmt: skip
 @options.on(excludes=("devices",), help="Compare the meshes that exist on these TPUs or GPUs, such "
@@ -35,9 +36,9 @@ _MOST_ROWS: Final = 20
 @options.memory()
 @options.formats("text", "json", about="Output format; text has the best 20.")
 def sweep(
-    *, model: str, how: options.HowToPlan, mesh: tuple[options.Sizes, ...], on: str | None,
-    slices: int, devices: int | None, axes: tuple[str, ...] | None,
-    tries: dict[str, Any], memory: options.ToCount, format: str,
+    *, model: str, rules: tuple[str, ...], dialect: Any, mesh: tuple[options.Sizes, ...],
+    on: str | None, slices: int, devices: int | None, axes: tuple[str, ...] | None,
+    tries: dict[str, Any], gradients: Any, optimizer: Any, hbm: int | None, format: str,
 ) -> int:  # fmt: skip
     """Compare meshes: of a model by bytes, or of a step by what the compiler makes of it.
 
@@ -55,10 +56,10 @@ def sweep(
             "--axes for those of a topology"
         )
     where: Any = Topology(on, slices) if on else devices
-    if not how.rules:
+    if not rules:
         if len(mesh) > 1:
             raise ValueError("--mesh: of a step give one, or --on or --devices for several")
-        if memory.gradients or memory.optimizer or how.dialect:
+        if gradients or optimizer or dialect:
             raise ValueError(
                 "a step has its own rules, gradients and optimizer: give --rules of a model"
             )
@@ -67,15 +68,15 @@ def sweep(
         with process.working("asking the compiler") as show:
             programs = swept(
                 find_object(model), mesh[0] if mesh else where, axes or None, tries,
-                hbm=memory.hbm, show=show,
+                hbm=hbm, show=show,
             )  # fmt: skip
         return _print_programs(programs, format)
     first = mesh[0] if mesh else dict.fromkeys(axes or (), 1)
-    plan = planning.plan_model(model, how, first).plan
+    plan = planning.plan_model(model, rules, dialect, first).plan
     with process.working("trying meshes"):
         rows = plan.sweep(
-            mesh or None, devices=where, axes=axes or None, hbm=memory.hbm,
-            **memory.training,
+            mesh or None, devices=where, axes=axes or None, gradients=gradients,
+            optimizer=optimizer, hbm=hbm,
         )  # fmt: skip
     _print_rows(rows, format, sweep_table, "mesh")
     return 0

@@ -9,14 +9,12 @@ import re
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from shardrules._base.arguments import boolean, check_type, integer
+from shardrules._base.arguments import boolean, check_type
 from shardrules._base.dtypes import given_name, key_dtype
 from shardrules._base.io import (
-    DEFAULT_MEMORY,
     FileError,
     collector_paused,
     max_memory,
-    memory_within,
     parse_json,
     path_of,
     read_bytes,
@@ -72,9 +70,7 @@ class Arrays(NamedTuple):
     """What was read."""
 
 
-def read_model(
-    path: str | os.PathLike[str], *, nested: bool | None = None, max_memory: int = DEFAULT_MEMORY
-) -> dict[str, Any]:
+def read_model(path: str | os.PathLike[str], *, nested: bool | None = None) -> dict[str, Any]:
     """Read the arrays of a model in a file, as abstract arrays: their names, shapes and dtypes.
 
     Only the headers of tensor files are read, and nothing is executed. Files may come from anyone.
@@ -86,8 +82,6 @@ def read_model(
         nested: Whether names are split into the levels of a tree. Default: at `/`; names with dots
             stay whole, as `safetensors.flax.load_file` has them. True splits these too; False
             splits none.
-        max_memory: Maximum bytes of memory for reading, beyond the file's own size. Default:
-            512 MiB.
 
     Returns:
         A dict of jax.ShapeDtypeStructs, or of such dicts. Equal leaves are one object.
@@ -108,12 +102,11 @@ def read_model(
         {'layers': {'0': {'wq': ShapeDtypeStruct(shape=(4096, 4096), dtype=bfloat16)}}}
     """
     splits = nested if nested is None else boolean("nested", nested)
-    with memory_within(integer("max_memory", max_memory, what="a number of bytes")):
-        arrays = read_arrays(file_name(path))
-        structs = {leaf: _abstract_array(leaf) for leaf in set(arrays.leaves.values())}
-        leaves = {name: structs[leaf] for name, leaf in arrays.leaves.items()}
-        if splits or (splits is None and arrays.separator == "/"):
-            return nested_dicts(arrays._replace(leaves=leaves))
+    arrays = read_arrays(file_name(path))
+    structs = {leaf: _abstract_array(leaf) for leaf in set(arrays.leaves.values())}
+    leaves = {name: structs[leaf] for name, leaf in arrays.leaves.items()}
+    if splits or (splits is None and arrays.separator == "/"):
+        return nested_dicts(arrays._replace(leaves=leaves))
     return leaves
 
 
@@ -256,8 +249,8 @@ def nested_dicts(arrays: Arrays) -> dict[str, Any]:
         nodes_left -= len(outer)
         if arrays.separator in last or nodes_left < 0:
             raise FileError(
-                f"{arrays.name}: {name}: the names have more levels than this dialect can take; "
-                "shorten them, or allow more with --max-memory, or in Python with max_memory"
+                f"{arrays.name}: {name}: the names have more levels than can be taken apart; "
+                "shorten them"
             )
         node = tree
         for key in outer:

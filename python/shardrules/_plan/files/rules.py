@@ -13,12 +13,10 @@ from typing import Annotated, Any, Final, NamedTuple, NoReturn
 
 from msgspec import Meta
 
-from shardrules._base.arguments import check_type, integer
+from shardrules._base.arguments import check_type
 from shardrules._base.io import (
-    DEFAULT_MEMORY,
     FileError,
     first_repeated,
-    memory_within,
     parse_json,
     path_of,
     read_bytes,
@@ -166,7 +164,6 @@ def read_rules(
     path: str | os.PathLike[str],
     *more: str | os.PathLike[str],
     dialect: Dialect | LogicalDialect | None = None,
-    max_memory: int = DEFAULT_MEMORY,
 ) -> RuleFile:
     """Read the rules in a TOML or JSON file, or MaxText's YAML, and what the file says of them.
 
@@ -179,7 +176,6 @@ def read_rules(
             last one's value counts, also of the rules. `RuleFile.unread` says which rules do not.
         dialect: The dialect. Default: the file's, or else eformer's; for logical rules linen, or in
             YAML MaxText's.
-        max_memory: As in `read_model`.
 
     Raises:
         FileError: There is no such file, or its content is invalid; a ValueError.
@@ -199,9 +195,8 @@ def read_rules(
     """
     what = "a Dialect, such as shardrules.dialects.EASYLM"
     check_type("dialect", dialect, Dialect | LogicalDialect | None, what)
-    with memory_within(integer("max_memory", max_memory, what="a number of bytes")):
-        names = [file_name(path), *(file_name(each, "more") for each in more)]
-        return read_rule_source(names, dialect)
+    names = [file_name(path), *(file_name(each, "more") for each in more)]
+    return read_rule_source(names, dialect)
 
 
 def read_rule_source(
