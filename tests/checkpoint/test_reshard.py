@@ -122,6 +122,26 @@ def test_a_finite_value_does_not_become_infinite(where, renames):
         sr.reshard({"w": np.full((8, 8), 2**40)}, P("fsdp"), mesh_of(), renames=renames)
 
 
+@pytest.mark.parametrize("to", ["all", "half"])
+@pytest.mark.parametrize("context", ["auto", "explicit"])
+def test_stacked_on_explicit_axes_and_saved_back(tmp_path, to, context):
+    """JAX wanted a sharding of each operation."""
+    arrays = {f"l.{i}.w": np.arange(64, dtype="float32").reshape(8, 8) + i for i in range(4)}
+    meshes = {
+        name: Mesh(mesh.devices, mesh.axis_names, axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+        for name, mesh in {"all": mesh_of(), "half": on(range(4), (2, 2))}.items()
+    }
+    stack = [sr.Rename("l.{i}.w", "w", "out in -> i in out")]
+    with jax.set_mesh(meshes["all"] if context == "explicit" else mesh_of()):
+        placed = sr.shard(arrays, P("fsdp", "tp"), meshes["all"])
+        moved = sr.reshard(placed, P(None, "tp"), meshes[to], renames=stack)
+        assert moved["w"].sharding == jax.NamedSharding(meshes[to], P(None, "tp", None))
+        assert bits(moved["w"]) == bits(np.stack([array.T for array in arrays.values()]))
+        sr.save(moved, tmp_path / "m", renames=stack)
+    again = sr.load(tmp_path / "m", P(), mesh_of())
+    assert all(bits(again[name]) == bits(array) for name, array in arrays.items())
+
+
 @pytest.mark.parametrize("donate", [False, True])
 def test_stacked_into_a_plan_and_taken_apart(donate):
     """From a trainer's tree to a sampler's: other names, structure, dtype, mesh."""

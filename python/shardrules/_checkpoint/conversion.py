@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import cache, lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardrules._checkpoint.layouts import Form, Shape
 from shardrules._checkpoint.targets import Target
+from shardrules._place.mesh import axes_of_type
 
 
 @cache  # for each array of a model
@@ -30,7 +32,7 @@ def dtype_on_devices(dtype: str) -> np.dtype[Any]:
 
 def _with_loss(values: Any, dtype: Any) -> tuple[Any, Any]:
     """Return numpy's or JAX's values in this dtype; and, as `cast`, whether one got lost."""
-    if values.dtype == dtype:
+    if dtype is None or values.dtype == dtype:
         return values, None
     xp: Any = jnp if isinstance(values, jax.Array) else np
     with np.errstate(over="ignore", invalid="ignore"):
@@ -54,11 +56,10 @@ def cast(array: Any, dtype: Any) -> tuple[Any, Any]:
 
     None is the dtype that it has.
     """
-    if dtype is None:
-        return array, None
-    if isinstance(array, jax.Array) and array.dtype != dtype:
-        return _conversion(np.dtype(dtype))(array)  # type: ignore[no-any-return]
-    return _with_loss(array if isinstance(array, jax.Array) else np.asarray(array), dtype)
+    if isinstance(array, jax.Array):
+        is_there = dtype is None or array.dtype == dtype
+        return (array, None) if is_there else _conversion(np.dtype(dtype))(array)
+    return (array, None) if dtype is None else _with_loss(np.asarray(array), dtype)
 
 
 def check_kept(path: str, loss: Any, error: type[ValueError] = ValueError) -> None:
@@ -71,7 +72,44 @@ def check_kept(path: str, loss: Any, error: type[ValueError] = ValueError) -> No
         )
 
 
-def spread_over(mesh: Any, shape: Shape) -> NamedSharding:
+def made(
+    target: Target, live: Mapping[str, Any], dtype: Any = None, sharding: Any = None
+) -> tuple[Any, Any]:
+    """Make a target of live arrays, where they are; returns it and what was lost, as `cast`."""
+    sources = [live[part.source] for part in target.parts]
+    if target.is_plain:
+        return cast(sources[0], dtype)
+    if not all(isinstance(source, jax.Array) for source in sources):
+        return cast(_made_on_host(target, live), dtype)
+    if sharding is None or any(x.sharding.device_set != sharding.device_set for x in sources):
+        mesh = getattr(sources[0].sharding, "mesh", None)
+        sharding = None if mesh is None else _spread_over(mesh, target.shape)
+    forms = tuple((part.form, part.at) for part in target.parts)
+    starts = [np.array(part.starts, np.int32) for part in target.parts]
+    sources = [_automatic(x) for x in sources]
+    sharding = _on_automatic_axes(sharding)
+    # The context's mesh may be Explicit, too.
+    with nullcontext() if sharding is None else jax.set_mesh(sharding.mesh):
+        return _program(forms, target.shape, dtype, sharding)(sources, starts)  # type: ignore[no-any-return]
+
+
+def _automatic(array: Any) -> Any:
+    sharding = _on_automatic_axes(array.sharding)
+    return array if sharding is array.sharding else jax.device_put(array, sharding)
+
+
+@lru_cache(maxsize=4096)
+def _on_automatic_axes(sharding: Any) -> Any:
+    """Return the same cuts without Explicit axes, whose programs have to say all shardings."""
+    if not isinstance(sharding, NamedSharding) or not axes_of_type(sharding.mesh, "Explicit"):
+        return sharding
+    mesh: Any = sharding.mesh
+    return NamedSharding(
+        Mesh(mesh.devices, mesh.axis_names), sharding.spec, memory_kind=sharding.memory_kind
+    )
+
+
+def _spread_over(mesh: Any, shape: Shape) -> NamedSharding:
     """Cut an array along as much of the mesh as divides it."""
     remaining = list(shape)
     cuts: list[list[str]] = [[] for _ in shape]
@@ -82,21 +120,6 @@ def spread_over(mesh: Any, shape: Shape) -> NamedSharding:
             remaining[dim] //= size
             cuts[dim].append(axis)
     return NamedSharding(mesh, PartitionSpec(*(tuple(cut) or None for cut in cuts)))
-
-
-def made_of(
-    target: Target, arrays: Mapping[str, Any], dtype: Any, sharding: NamedSharding | None
-) -> tuple[Any, Any]:
-    """Return (the target, made on the devices of its arrays; whether a value got lost or None)."""
-    sources = [arrays[part.source] for part in target.parts]
-    starts = [np.array(part.starts, np.int32) for part in target.parts]
-    in_place = sharding is not None and all(
-        getattr(getattr(array, "sharding", None), "device_set", None) == sharding.device_set
-        for array in sources
-    )
-    forms = tuple((part.form, part.at) for part in target.parts)
-    at = sharding if in_place else None
-    return _program(forms, target.shape, dtype, at)(sources, starts)  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=512)
@@ -131,7 +154,7 @@ def _program(
     return jax.jit(make, out_shardings=(sharding, NamedSharding(sharding.mesh, PartitionSpec())))
 
 
-def made_on_host(target: Target, arrays: Mapping[str, Any]) -> Any:
+def _made_on_host(target: Target, arrays: Mapping[str, Any]) -> Any:
     """Make the target of numpy arrays."""
     result = np.zeros(target.shape, arrays[target.parts[0].source].dtype)
     for name, form, starts, at in target.parts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import starmap
 from math import prod
@@ -17,10 +17,10 @@ from jax.sharding import NamedSharding
 from shardrules._base.arguments import boolean, byte_size
 from shardrules._base.dtypes import bits_of, given_float, is_plain_float
 from shardrules._base.mistakes import in_order
-from shardrules._checkpoint.conversion import cast, check_kept, made_of, numpy_dtype
+from shardrules._checkpoint.conversion import cast, check_kept, made, numpy_dtype
 from shardrules._checkpoint.load import checked_sharding, matched, scales_in, shapes_and_dtypes
 from shardrules._checkpoint.names import Rename, checked_renames, forwards
-from shardrules._checkpoint.targets import Problems, Target
+from shardrules._checkpoint.targets import Problems
 from shardrules._checkpoint.units import DEFAULT_IN_FLIGHT, in_batches
 from shardrules._place.boxes import unboxed
 from shardrules._place.decider import RulesLike
@@ -174,24 +174,22 @@ def _as_they_are(
     tree: Any, leaves: list[Any], shardings: list[Any], dtype: str | None
 ) -> dict[int, _Move]:
     """Return the move of each leaf that moves, by its index."""
-    goals: list[Any] = [None] * len(leaves)
+    scales, paths = set(), []
     if dtype is not None:
         paths = leaf_paths(tree)
-        names = [str(getattr(leaf, "dtype", "")) for leaf in leaves]
-        scales = scales_in(dict(zip(paths, names, strict=True)))
-        for i, (path, name) in enumerate(zip(paths, names, strict=True)):
-            if (
-                is_plain_float(name)
-                and path not in scales
-                and not isinstance(leaves[i], np.generic)
-            ):
-                goals[i] = numpy_dtype(dtype)
+        dtypes = (str(getattr(leaf, "dtype", "")) for leaf in leaves)
+        scales = scales_in(dict(zip(paths, dtypes, strict=True)))
     moves = {}
     for i, sharding in enumerate(placeable(tree, leaves, shardings)):
         if sharding is not None:
-            leaf, goal = leaves[i], goals[i]
-            own = getattr(leaf, "dtype", "float32") if goal is None else goal
-            moves[i] = _Move(sharding, np.shape(leaf), own, (i,), partial(_cast, leaf, goal))
+            leaf = leaves[i]
+            goal = own = getattr(leaf, "dtype", None)
+            if dtype is not None and is_plain_float(str(own)) and paths[i] not in scales:
+                goal = numpy_dtype(dtype)
+            if isinstance(leaf, np.ndarray | np.generic):
+                goal = jax.dtypes.canonicalize_dtype(goal)
+            make = partial(cast, leaf, goal)
+            moves[i] = _Move(sharding, np.shape(leaf), goal or "float32", (i,), make)
     return moves
 
 
@@ -214,24 +212,6 @@ def _moves_by_paths(
         to = checked_sharding(path, sharding)
         assert target is not None
         sources = tuple({row[part.source]: None for part in target.parts})
-        make = partial(_made_leaf, target, live, spec.dtype, to)
+        make = partial(made, target, live, spec.dtype, to)
         moves[len(moves)] = _Move(to, target.shape, spec.dtype, sources, make)
     return abstract, moves
-
-
-def _made_leaf(
-    target: Target, live: Mapping[str, Any], dtype: Any, sharding: NamedSharding
-) -> tuple[Any, Any]:
-    if not target.is_plain:
-        sources = {part.source: _cast(live[part.source], None) for part in target.parts}
-        arrays = {name: array for name, (array, _) in sources.items()}
-        array, loss = made_of(target, arrays, dtype, sharding)
-        return array, any(lost for _, lost in sources.values() if lost is not None) or loss
-    return _cast(live[target.parts[0].source], dtype)
-
-
-def _cast(array: Any, dtype: Any) -> tuple[Any, Any]:
-    """Cast an array; one of numpy to what devices have, where 64 bits become 32 in silence."""
-    if isinstance(array, np.ndarray | np.generic):
-        dtype = jax.dtypes.canonicalize_dtype(array.dtype if dtype is None else dtype)
-    return cast(array, dtype)

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
@@ -21,12 +20,7 @@ from shardrules._base.dtypes import RANDOM_KEYS, SAFETENSORS, bits_of, given_nam
 from shardrules._base.io import FileError, path_of, sync_directory
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import with_article
-from shardrules._checkpoint.conversion import (
-    dtype_on_devices,
-    made_of,
-    made_on_host,
-    spread_over,
-)
+from shardrules._checkpoint.conversion import made
 from shardrules._checkpoint.layouts import (
     Box,
     Shape,
@@ -223,7 +217,10 @@ def _entries(tree: Any, renames: Sequence[Rename]) -> list[_Entry]:
 
 def _entry_of(name: str, target: Target, live: Mapping[str, Any]) -> _Entry:
     """Return an array to write; of random keys, their words."""
-    make = partial(_made_array, target, live)
+
+    def make() -> Any:
+        return made(target, live)[0]
+
     entry = _Entry(name, target.shape, target.dtype, make)
     if key_dtype(target.dtype) is not None:
         shape = (*target.shape, bits_of(target.dtype) // 32)
@@ -234,22 +231,9 @@ def _entry_of(name: str, target: Target, live: Mapping[str, Any]) -> _Entry:
     return entry
 
 
-def _made_array(target: Target, live: Mapping[str, Any]) -> Any:
-    """Make an array: what renames rearrange on the host, or spread over the devices of a part."""
-    if target.is_plain:
-        return live[target.parts[0].source]
-    sources = [live[part.source] for part in target.parts]
-    if not any(isinstance(source, jax.Array) for source in sources):
-        return made_on_host(target, live)
-    mesh = getattr(getattr(sources[0], "sharding", None), "mesh", None)
-    sharding = None if mesh is None else spread_over(mesh, target.shape)
-    dtype = key_dtype(target.dtype) or dtype_on_devices(target.dtype)
-    return made_of(target, live, dtype, sharding)[0]
-
-
 def _check_double(name: str, double: Target, target: Target, live: Mapping[str, Any]) -> None:
     """Check that what a `shared` record made is still a copy."""
-    copy, saved = (_made_array(each, live) for each in (double, target))
+    copy, saved = (made(each, live)[0] for each in (double, target))
     if copy.shape != saved.shape or not jax.numpy.array_equal(copy, saved, equal_nan=True):
         raise ValueError(
             f"renames: {double.parts[0].source} is no copy of {name} any more, as shared=True "
