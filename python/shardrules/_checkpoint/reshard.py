@@ -22,7 +22,7 @@ from shardrules._checkpoint.load import checked_sharding, matched, scales_in, sh
 from shardrules._checkpoint.names import Rename, checked_renames, forwards
 from shardrules._checkpoint.targets import Problems
 from shardrules._checkpoint.units import DEFAULT_IN_FLIGHT, in_batches
-from shardrules._place.boxes import unboxed
+from shardrules._place.boxes import open_boxes
 from shardrules._place.decider import RulesLike
 from shardrules._place.mesh import MeshLike
 from shardrules._place.named_shardings import only_process, requested_shardings
@@ -146,28 +146,10 @@ def _moves(
     """Return (the result or an abstract one of its structure, the move of each leaf that moves)."""
     if isinstance(rules, Plan) and mesh is not None:
         rules = rules.on_mesh(mesh)
-    if renames or (isinstance(rules, Plan) and not _is_planned(tree, rules)):
+    if renames or isinstance(rules, Plan):
         return _moves_by_paths(tree, rules, mesh, renames, dtype)
-    if isinstance(rules, Plan):
-        leaves = tree_util.tree_leaves(tree)
-        shardings = [leaf.sharding for leaf in tree_util.tree_leaves(rules.abstract())]
-    else:
-        leaves, _, shardings = requested_shardings(tree, rules, mesh)
+    leaves, _, shardings = requested_shardings(tree, rules, mesh)
     return tree, _as_they_are(tree, leaves, shardings, dtype)
-
-
-def _is_planned(tree: Any, plan: Plan) -> bool:
-    """Say whether a tree is the plan's, but for boxes."""
-    structure: Any
-    leaves, treedef = tree_util.tree_flatten(tree)
-    planned, structure = tree_util.tree_flatten(plan.abstract())
-    # A plan of a tree with names has its arrays without their boxes.
-    if structure not in (treedef, tree_util.tree_structure(unboxed(tree).tree)):
-        return False
-    return all(
-        (np.shape(leaf), getattr(leaf, "dtype", None)) == (goal.shape, goal.dtype)
-        for leaf, goal in zip(leaves, planned, strict=True)
-    )
 
 
 def _as_they_are(
@@ -197,12 +179,19 @@ def _moves_by_paths(
     tree: Any, rules: Any, mesh: MeshLike | None, renames: Sequence[Rename], dtype: str | None
 ) -> tuple[Any, dict[int, _Move]]:
     """Return (the abstract tree of the result, the move of each of its leaves)."""
-    names, leaves = leaf_paths(tree), tree_util.tree_leaves(tree)
+    names, (leaves, treedef) = leaf_paths(tree), tree_util.tree_flatten(tree)
     check_distinct(names, "a leaf finds its array by its path")
     arrays = dict(zip(names, starmap(ArraySpec, shapes_and_dtypes(tree, names)), strict=True))
     in_tree = None
     if isinstance(rules, Plan):
         in_tree, rules, mesh = rules.abstract(), rules.shardings(), None
+        planned: Any = tree_util.tree_structure(in_tree)
+        # A plan of a tree with names has its arrays without their boxes.
+        if not renames and tree_util.tree_structure(open_boxes(tree).tree) == planned:
+            in_tree, rules = (
+                tree_util.tree_unflatten(treedef, tree_util.tree_leaves(each))
+                for each in (in_tree, rules)
+            )
     problems = Problems("the tree", in_file=False)
     abstract, targets = matched(arrays, in_tree, forwards(renames), dtype, problems)
     specs, _, shardings = requested_shardings(abstract, rules, mesh)
