@@ -75,7 +75,6 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "ProgramTime": (
         lambda: sr.types.ProgramTime(3.0, 1.0, (("train.py:3", 3.0),), 0.0, ()),
         "a step takes 2.61 s to 4.00 s by the compiler's estimate"),
-    "Roofline": (lambda: sr.types.Roofline(3.0, 1.0), "roofline: 3.00 s to 4.00 s a step"),
     "StepSweep": (lambda: made("swept steps"), "fits: 1"),
     "Proof": (lambda: sr.prove(lambda x: x * 2, jnp.ones(8)), " on each device, on one device by XLA for CPU"),
     "Step": (lambda: made("step"), "dimensions of the arguments, by what must be sharded alike"),

@@ -37,5 +37,4 @@ from shardrules._program.verify.prove import Proof as Proof
 from shardrules._program.verify.sweep import StepSweep as StepSweep
 from shardrules._program.verify.sweep import StepSweepRow as StepSweepRow
 from shardrules._program.work import ProgramTime as ProgramTime
-from shardrules._program.work import Roofline as Roofline
 from shardrules._rules.matcher import Coverage as Coverage

@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._base.text import Place
 from shardrules._program import child, compiler
-from shardrules._program.memory import Refusal
 from tests.support.compiled import compiled_on
 from tests.support.folders import ROOT
 
@@ -93,18 +92,13 @@ def test_a_proof_without_devices_is_that_of_the_program_that_is_compiled_to_its_
 
 
 def test_it_says_whose_compiler_was_asked_and_whether_it_fits():
-    fits, refused, unknown = proved(hbm=10**9), proved(hbm=10**5), proved()
+    fits, refused, unknown = proved(hbm=10**9), proved(hbm=10**5), proved(HERE, time=True)
     assert [str(each).partition(": ")[0] for each in (fits, refused)] == ["it fits", "it does not fit"]
     assert " of 1.00 GB, on fsdp=4,tp=2 by XLA for CPU: a TPU's partitioner may choose" in str(fits)
     assert (fits.fits, refused.fits, unknown.fits) == (True, False, None)
     assert str(unknown).startswith("it needs ")
     assert "no time: " in str(unknown)
-
-
-def test_time_compiles_to_the_end():
-    proof = proved(HERE, time=True)
-    assert proof.compiled.memory_analysis() is not None
-    assert proof.program.sent == proved(HERE).program.sent
+    assert unknown.compiled.memory_analysis() is not None
     with pytest.raises(ValueError, match="time=True compiles for devices: give on= a Topology"):
         proved(time=True)
 
@@ -176,10 +170,10 @@ def test_a_step_that_asks_is_answered_for_the_mesh_and_told():
 
     functions = jax.devices, jax.device_count, jax.default_backend
     proof = sr.prove(step, X, on={"x": 64})
-    line = step.__code__.co_firstlineno
+    line, there = step.__code__.co_firstlineno, "answered as on the devices of the mesh"
     assert proof.notes == (
-        f"the step asks jax.device_count() at {Place(__file__, line + 1)}: answered as on the devices of the mesh",
-        f"the step asks jax.default_backend() at {Place(__file__, line + 2)}: answered as on the devices of the mesh",
+        f"the step asks jax.device_count() at {Place(__file__, line + 1)}: {there}",
+        f"the step asks jax.default_backend() at {Place(__file__, line + 2)}: {there}",
         f"the step asks jax.devices() at {Place(__file__, line + 2)}: answered as here: the program may be another",
     )
     assert "multiply(" in text_of(proof)
@@ -250,39 +244,33 @@ def test_what_only_this_process_has_code_for_is_proved():
 
 
 def test_a_pallas_kernel_needs_the_compiler_for_tpus():
-    pallas = pytest.importorskip("jax.experimental.pallas")
+    pallas, shape = pytest.importorskip("jax.experimental.pallas"), jax.ShapeDtypeStruct((128, 128), "float32")
 
-    def double(x):
-        def kernel(source, target):
-            target[...] = source[...] * 2
-
-        return pallas.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+    def kernel(source, target):
+        target[...] = source[...] * 2
 
     with pytest.raises(ValueError, match=r"XLA for CPU has none of: give on= a Topology of TPUs"):
-        sr.prove(double, jax.ShapeDtypeStruct((128, 128), "float32"), on={"x": 1})
+        sr.prove(pallas.pallas_call(kernel, shape), shape, on={"x": 1})
 
 
 # What is left of it
 
 
-def test_nothing_of_this_process_changes(temporary):
+def test_nothing_of_this_process_changes_also_of_several_at_once(temporary):
     before = dict(os.environ), jax.config.values, threading.active_count()
-    proved()
+    with ThreadPoolExecutor(4) as pool:
+        proofs = list(pool.map(lambda _: proved(), range(4)))
+    assert all(proof.program.sent == proofs[0].program.sent for proof in proofs)
     assert (dict(os.environ), jax.config.values, threading.active_count()) == before
     assert list(temporary.iterdir()) == []
 
 
-def test_several_at_once(temporary):
-    with ThreadPoolExecutor(4) as pool:
-        proofs = list(pool.map(lambda _: proved(), range(4)))
-    assert all(proof.program.sent == proofs[0].program.sent for proof in proofs)
-    assert list(temporary.iterdir()) == []
+def test_a_step_that_only_the_whole_compiler_refuses_is_refused(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Used 18.14G of 15.75G hbm. Exceeded")
 
-
-def test_a_step_that_only_the_whole_compiler_refuses_is_refused(temporary, monkeypatch):
-    refused = Refusal(20 * 10**9, 16 * 10**9, "")
-    monkeypatch.setattr("shardrules._program.verify.prove.finished", lambda *_, **__: refused)
-    with pytest.raises(sr.OutOfMemory, match=r"needs 20\.0 GB"):
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    with pytest.raises(sr.OutOfMemory, match=r"needs 19\.5 GB"):
         proved(HERE, time=True)
 
 

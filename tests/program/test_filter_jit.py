@@ -94,17 +94,6 @@ def test_constants_are_of_the_step(mesh, shapes, x):
     wrong = eqx.filter_jit(train, compiler_options={"no_such_option": True})
     with pytest.raises(Exception, match="no_such_option"):
         compiled_on(wrong, x, shapes, on=mesh)
-    kept = eqx.filter_jit(lambda x, y: x * 2, keep_unused=True)
-    sizes = [
-        compiled_on(step, x, x, on=mesh).compiled.memory_analysis().argument_size_in_bytes
-        for step in (eqx.filter_jit(kept.__wrapped__), kept)
-    ]
-    assert sizes[1] == 2 * sizes[0]
-
-
-def test_shapes_are_on_the_devices_that_they_name_without_on(plan, shapes, x):
-    compiled = compiled_on(eqx.filter_jit(lambda x, model: jax.vmap(model)(x)), x, shapes)
-    assert not kinds(sr.verify(compiled, (None, plan)))
 
 
 def test_arrays_of_the_function_itself_are_on_the_mesh(mesh, model, x):
@@ -124,11 +113,7 @@ def test_a_plan_of_constants_is_refused(model, mesh, x):
     for call in (sr.prove, sr.trace):
         with pytest.raises(ValueError, match=text):
             call(eqx.filter_jit(train), x, whole, on=mesh)
-    static = eqx.filter(model, eqx.is_array, inverse=True)
-    inside = eqx.filter_jit(lambda x, arrays: train(x, eqx.combine(arrays, static)))
-    arrays = sr.plan(eqx.filter(model, eqx.is_array), RULES, mesh)  # as the message has it first
-    assert sr.prove(inside, x, arrays, on=mesh).program.mesh == mesh
-    held = eqx.combine(whole.abstract(), static)
+    held = eqx.combine(whole.abstract(), eqx.filter(model, eqx.is_array, inverse=True))  # as the message says
     step = eqx.filter_jit(train, donate="all")
     proof = sr.prove(step, x, held, on=mesh, inputs=(None, whole), outputs=whole, large=1024)
     assert not kinds(proof.findings)

@@ -8,7 +8,7 @@ import pytest
 
 from shardrules._program.hlo import Hlo
 from shardrules._program.values import Values
-from shardrules._program.work import KERNEL_EFFICIENCY, product_nodes, program_time
+from shardrules._program.work import KERNEL_EFFICIENCY, ProgramTime, product_nodes, program_time
 
 CLOCK, PEAK = 1e9, 1e12
 # Of 2 heads, 64 queries of 128 elements, 32 keys, and values of 64; JAX writes a kernel's metadata
@@ -76,7 +76,6 @@ def test_a_kernel_counts_by_the_operations_that_it_estimates():
     assert known.computing == pytest.approx(known.kernels + 3 * 100 / CLOCK)
     assert known.uncounted == ()
     assert "of it 247 us in Pallas kernels, by their FLOPs, if they reach 50% of the peak" in str(known)
-    assert json.loads(json.dumps(known.to_json()))["kernel_efficiency"] == KERNEL_EFFICIENCY
     unknown = time_of(module(line.replace("COST", "")))
     assert (unknown.kernels, unknown.uncounted) == (0, ("jit(f)/twice/pallas_call",))
     assert "without 1 Pallas kernel, of which it says nothing: jit(f)/twice" in str(unknown)
@@ -86,8 +85,6 @@ def test_a_kernel_counts_by_the_operations_that_it_estimates():
     ("name", "results", "width"),
     [
         ("splash_mha_fwd_residuals", "bf16[2,64,64]{2,1,0}, f32[2,64,128]{2,1,0}", 128 + 64),
-        ("splash_mha_dkv_no_residuals", "bf16[1,32,128]{2,1,0}, bf16[1,32,64]{2,1,0}",
-         2 * 128 + 2 * 64),
         ("splash_mha_dkv_no_residuals",
          "bf16[2,2,64,128]{3,2,1,0}, bf16[1,32,128]{2,1,0}, bf16[1,32,64]{2,1,0}",
          3 * 128 + 2 * 64),
@@ -102,6 +99,10 @@ def test_splash_attention_counts_by_its_shapes(name, results, width):
 
 def test_a_text_without_cycles_has_no_time():
     assert time_of(module().replace("estimated_cycles", "cycles")) is None
+    roofline = ProgramTime(3.0, 1.0, is_roofline=True)
+    assert (roofline.shortest, roofline.longest) == (3.0, 4.0)
+    assert str(roofline).startswith("roofline: 3.00 s to 4.00 s a step")
+    assert json.loads(json.dumps(roofline.to_json()))["longest"] == 4
 
 
 MODULE = """HloModule jit_step, is_scheduled=true, entry_computation_layout={{()->{result}}}

@@ -22,7 +22,6 @@ import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final
 
 import jax
@@ -40,14 +39,15 @@ from shardrules._program.jax_names import (
     module_of,
     result_specs,
 )
-from shardrules._program.libraries import StoredProgram, boxed, inner_of
-from shardrules._program.memory import LiveRanges, Refusal, refused_bytes
+from shardrules._program.libraries import StoredProgram, inner_of
+from shardrules._program.memory import LiveRanges, OutOfMemory, refusal, refused_bytes
 from shardrules._program.topologies.topology import device_identity, topology_of
 from shardrules._program.topologies.tpu import ENVIRONMENT, Slices, libtpu_path
 
 LIMIT: Final = 1200.0
 """Seconds after which the child is ended: it hangs, or the step is too large for this machine."""
 _LAST_WORDS: Final = 2000
+_NOTE: Final = "shardrules compiled the step, and this is what comes of it"
 _MOST_KEPT: Final = 100
 """Texts in the cache; those that are oldest go."""
 _KEPT: Final = f"{'[0-9a-f]' * 64}.gz"
@@ -63,15 +63,32 @@ _TOTAL: Final = re.compile(
 
 
 class Child:
-    """A process that runs what it is asked; it and its files are gone when this is closed."""
+    """A process that runs `main` of a module of ours; it and its files go when this is closed.
 
-    def __init__(self, env: Mapping[str, str]) -> None:
+    Args:
+        module: Its name.
+        env: Its environment.
+        files: What it reads, by name.
+        request: What `main` takes beside its folder.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        env: Mapping[str, str],
+        files: Mapping[str, bytes],
+        request: Mapping[str, Any],
+    ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="shardrules-")).absolute()
         """Its files, which no other user can read."""
         self._process: subprocess.Popen[bytes] | None = None
         # An empty entry is the current folder, whichever that is by now.
         path = os.pathsep.join(filter(None, env.get("PYTHONPATH", "").split(os.pathsep)))
-        try:
+        # Not all of sys.path: a folder of scripts in it may have a file of any name.
+        places = [sys.modules[name].__file__ for name in _PACKAGES if name in sys.modules]
+        folders = dict.fromkeys(str(Path(file).absolute().parents[1]) for file in places if file)
+        asked = {**request, "path": [*folders], "module": module}
+        try:  # and begin it at once: it removes the folder if this process is killed
             with open(self.folder / "stderr.txt", "wb") as stderr:
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", child.__file__, str(self.folder), str(os.getpid())],
@@ -82,18 +99,12 @@ class Child:
                     env={**env, "PYTHONPATH": path, "TMPDIR": str(self.folder)},
                     start_new_session=True,  # an interrupt is for this process, which ends it
                 )
+            for name, data in {**files, "request": json.dumps(asked).encode()}.items():
+                (self.folder / name).write_bytes(data)
+            (self.folder / "request").rename(self.folder / "request.json")  # there when all is
         except BaseException:
             self.close()
             raise
-
-    def ask(self, script: ModuleType, **request: Any) -> None:
-        """Let it call `main` of a module of ours, when the files that this needs are there."""
-        # Not all of sys.path: a folder of scripts in it may have a file of any name.
-        files = [sys.modules[name].__file__ for name in _PACKAGES if name in sys.modules]
-        path = dict.fromkeys(str(Path(file).absolute().parents[1]) for file in files if file)
-        request |= {"path": [*path], "module": script.__name__}
-        (self.folder / "request").write_text(json.dumps(request), "utf-8")
-        (self.folder / "request").rename(self.folder / "request.json")  # there when it is whole
 
     def error(self, what: str) -> str:
         """Wait for its end, and return the error that it ends with, or "".
@@ -146,47 +157,41 @@ class AskedCompiler:
         slices = self._topology and self._topology._layout
         assert slices is None or isinstance(slices, Slices)
         asked = compiler_input(inner_of(lowered))
-        self._child = Child(_environment(slices))
-        try:
-            (self._child.folder / "module.bc").write_bytes(asked.module)
-            (self._child.folder / "options.pb").write_bytes(asked.options)
-            self._child.ask(
-                child,
-                topology=None if slices is None else slices.description,
-                library=None if slices is None else libtpu_path(),
-                overrides=asked.overrides,
-                device_ids=asked.device_ids,
-            )
-        except BaseException:
-            self.close()
-            raise
+        files = {"module.bc": asked.module, "options.pb": asked.options}
+        request = {
+            "topology": None if slices is None else slices.description,
+            "library": None if slices is None else libtpu_path(),
+            "overrides": asked.overrides,
+            "device_ids": asked.device_ids,
+        }
+        self._child = Child(child.__name__, _environment(slices), files, request)
 
-    def answer(self) -> tuple[Any, str] | Refusal:
+    def answer(self) -> tuple[StoredProgram, str]:
         """Wait for what the compiler makes of the step, which is read as if JAX had compiled it.
 
         Returns:
-            The program, in the box that the library of the step has around it; and XLA's warnings.
+            The program, and XLA's warnings.
 
         Raises:
+            OutOfMemory: The step does not fit.
             RuntimeError: The compiler refuses the step for another reason than memory, or crashes;
                 or this JAX does not say how the results are sharded.
             TimeoutError: It has not ended within `LIMIT`.
             OSError: There is no room for its files.
         """
         try:
-            try:
-                error = self._child.error("the compiler")
-            except RuntimeError as crash:
-                raise _noted(crash) from None
-            return self._read(error)
+            return self._read(self._child.error("the compiler"))
+        except RuntimeError as error:
+            error.add_note(_NOTE)
+            raise
         finally:
             self.close()
 
-    def _read(self, error: str) -> tuple[Any, str] | Refusal:
+    def _read(self, error: str) -> tuple[StoredProgram, str]:
         """Read what the child and XLA have written."""
-        numbers = refused_bytes(error) if error else None
+        numbers = refused_bytes(error)
         if error and numbers is None:
-            raise _noted(RuntimeError(printable_lines(error.splitlines())))
+            raise RuntimeError(printable_lines(error.splitlines()))
         folder, topology = self._child.folder, self._topology
         files = [next(folder.glob(f"dump/*{name}"), None) for name in child.FILES]
         proto, report, buffers = (b"" if file is None else file.read_bytes() for file in files)
@@ -197,18 +202,17 @@ class AskedCompiler:
         )
         live = LiveRanges("".join(ranges), buffers.decode("utf-8", "replace"))
         if numbers is not None:
-            return Refusal(*numbers, text, live)
+            raise refusal(*numbers, text, live)
         if not text or total is None:
             raise OSError(
                 f"XLA has not written all that it makes of the step to {folder}: is there room?"
             )
         peak = int(total[1])
         if topology is not None and peak > (available := topology.hardware.memory_bytes):
-            return Refusal(peak, available, text, live)
-        inner = inner_of(self._lowered)
-        inputs, outputs = _shardings(inner, self._mesh, module)
-        stored = StoredProgram(inner, inputs, outputs, text, peak=peak, live=live)
-        return boxed(self._lowered, stored), self._child.text("stderr.txt")
+            raise refusal(peak, available, text, live)
+        sides = _shardings(inner_of(self._lowered), self._mesh, module)
+        stored = StoredProgram(self._lowered, *sides, text, peak=peak, live=live)
+        return stored, self._child.text("stderr.txt")
 
     def close(self) -> None:
         """End the child, and remove its files."""
@@ -221,8 +225,12 @@ def has_child(mesh: Any) -> bool:
     return is_of_cpus(mesh) if topology is None else isinstance(topology._layout, Slices)
 
 
-def compile_whole(lowered: Any, mesh: Any) -> Compiled | Refusal:
-    """Compile a lowered step to its end in this process, as it will run."""
+def compile_whole(lowered: Any, mesh: Any) -> Compiled:
+    """Compile a lowered step to its end in this process, as it will run.
+
+    Raises:
+        OutOfMemory: It does not fit.
+    """
     config: Any = jax.config
     name = "jax_enable_compilation_cache"
     before, is_described = getattr(config, name), topology_of(mesh) is not None
@@ -231,16 +239,16 @@ def compile_whole(lowered: Any, mesh: Any) -> Compiled | Refusal:
     try:
         return lowered.compile()  # type: ignore[no-any-return]
     except Exception as error:
-        numbers = refused_bytes(str(error))
-        if numbers is None:
-            raise _noted(error) from None
+        if numbers := refused_bytes(str(error)):
+            raise OutOfMemory(*numbers, ()) from None
+        error.add_note(_NOTE)
+        raise
     finally:
         if is_described:
             config.update(name, before)
-    return Refusal(*numbers)
 
 
-def finished(lowered: Any, mesh: Any) -> tuple[str, Compiled | None] | Refusal:
+def finished(lowered: Any, mesh: Any) -> tuple[str, Compiled | None]:
     """Compile a lowered step to its end, and of described TPUs keep its text, or read it.
 
     The folder has gzipped texts, which are read and never unpickled. What is not understood is
@@ -258,8 +266,6 @@ def finished(lowered: Any, mesh: Any) -> tuple[str, Compiled | None] | Refusal:
             check_hlo(text)
             return text, None
     compiled = compile_whole(lowered, mesh)
-    if isinstance(compiled, Refusal):
-        return compiled
     text = getattr(compiled, "compiled", compiled).as_text() or ""
     if path is not None:
         with suppress(OSError):  # such as no room, or no right to write
@@ -337,8 +343,3 @@ def _shardings(inner: Any, mesh: Any, module: Any) -> tuple[list[Any], list[Any]
         pairs = zip(outputs, specs, strict=True)
         outputs = [sharding or NamedSharding(mesh, spec) for sharding, spec in pairs]
     return inputs, outputs
-
-
-def _noted(error: Exception) -> Exception:
-    error.add_note("shardrules compiled the step, and this is what XLA says of it")
-    return error

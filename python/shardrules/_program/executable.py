@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from math import prod
@@ -44,44 +44,51 @@ class Call(NamedTuple):
     """Leaves of arguments that the call changes in place: (place in `in_leaves`, output)."""
     library: Library = "jax"
 
+    def paths(self, name: Literal["inputs", "outputs"]) -> list[str]:
+        """Return the paths of leaves, such as inputs/0/w or, of a keyword argument, inputs/batch.
+
+        Those of outputs end with the arguments that the call changes in place.
+        """
+        treedef, updated = self.in_tree, list[str]()
+        if name == "outputs":
+            paths, treedef = self.paths("inputs") if self.updates else [], self.out_tree
+            updated = [paths[place].replace("inputs", "updates", 1) for place, _ in self.updates]
+        numbers = treedef.unflatten(range(treedef.num_leaves))
+        # Of inputs the first key tells positional from keyword arguments, whose keys are names.
+        skipped = name == "inputs"
+        return [
+            "/".join([name, *map(key_text, keys[skipped:])])
+            for keys, _ in tree_util.tree_flatten_with_path(numbers)[0]
+        ] + updated
+
 
 class Side:
     """Leaves of the inputs, or of the outputs, of an executable.
 
     Args:
         name: "inputs" or "outputs".
-        treedef: The structure: of inputs that of (positional, keyword) arguments.
+        call: The call; its structure of inputs is that of (positional, keyword) arguments.
         shardings: None for an argument that jit has dropped.
         leaves: Anything with shape and dtype.
-        updated: Paths of the last outputs, which the structure lacks: arguments that the call
-            changes in place.
     """
 
     def __init__(
         self,
         name: Literal["inputs", "outputs"],
-        treedef: Any,
+        call: Call,
         shardings: list[Any],
         leaves: list[Any],
-        updated: Callable[[], list[str]] = list,
     ) -> None:
         self.name = name
-        self.treedef = treedef
+        self.treedef = call.in_tree if name == "inputs" else call.out_tree
         self.shardings = shardings
         self.leaves = leaves
-        self._updated = updated
+        self._call = call
 
     @cached_property
     def paths(self) -> list[str]:
-        """Paths of the leaves, such as inputs/0/w or, of a keyword argument, inputs/batch."""
-        numbers = self.treedef.unflatten(range(self.treedef.num_leaves))
-        # Of inputs the first key tells positional from keyword arguments, whose keys are names.
-        skipped = self.name == "inputs"
-        paths = [
-            "/".join([self.name, *map(key_text, keys[skipped:])])
-            for keys, _ in tree_util.tree_flatten_with_path(numbers)[0]
-        ]
-        return paths + self._updated()
+        """Paths of the leaves."""
+        return self._call.paths(self.name)
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -151,7 +158,7 @@ class Executable:
         """Arguments, with those that jit has dropped, since the function does not use them."""
         call = self.call
         shardings, leaves = (at(items, call.in_leaves) for items in self._arguments[:2])
-        return Side("inputs", call.in_tree, shardings, leaves)
+        return Side("inputs", call, shardings, leaves)
 
     @cached_property
     def _arguments(self) -> tuple[list[Any], list[Any], list[bool]]:
@@ -169,12 +176,7 @@ class Executable:
         """Results; behind them, the arguments that the call changes in place."""
         call = self.call
         shardings, leaves = (at(items, self._out_leaves) for items in self._results)
-
-        def updated() -> list[str]:
-            paths = self.inputs.paths
-            return [paths[before].replace("inputs", "updates", 1) for before, _ in call.updates]
-
-        return Side("outputs", call.out_tree, shardings, leaves, updated)
+        return Side("outputs", call, shardings, leaves)
 
     @cached_property
     def donated(self) -> list[bool]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import version
 from inspect import Signature
@@ -46,20 +45,26 @@ def call_of(compiled: Any, inputs: Any) -> Call:
         TypeError: It is something else, or of a version of a library that has other private names.
         ValueError: The plans fit no arguments that equinox has flattened.
     """
-    if isinstance(compiled, Compiled | StoredProgram):
-        infos, in_tree = tree_util.tree_flatten(compiled.args_info)
-        out_tree = compiled.out_tree
-        sides = (range(len(infos)), range(out_tree.num_leaves))
-        return Call(compiled, infos, in_tree, sides[0], out_tree, sides[1])
-    library = _LIBRARIES.get(type(compiled).__module__.partition(".")[0])
-    inner: Any = getattr(compiled, "compiled", None)
-    if library is None or not isinstance(inner, Compiled | StoredProgram):
+    executable = getattr(compiled, "compiled", compiled)
+    box = compiled.lowered if isinstance(compiled, StoredProgram) else compiled
+    if not isinstance(executable, Compiled | StoredProgram):
         raise TypeError(
             f"compiled is {shown(compiled)}; give a compiled function, {_EXPECTED}, or the same of "
             "flax.nnx.jit or equinox.filter_jit"
         )
+    return call_behind(box, executable, inputs)
+
+
+def call_behind(box: Any, inner: Any, inputs: Any) -> Call:
+    """Read how a function is called, of what a library has lowered or compiled, and JAX in it."""
+    library = _LIBRARIES.get(type(box).__module__.partition(".")[0])
+    if library is None:  # JAX's own
+        infos, in_tree = tree_util.tree_flatten(inner.args_info)
+        out_tree = inner.out_tree
+        sides = (range(len(infos)), range(out_tree.num_leaves))
+        return Call(inner, infos, in_tree, sides[0], out_tree, sides[1])
     name, read = library
-    arguments, returned, changes = read(compiled, inner, inputs)
+    arguments, returned, changes = read(box, inner, inputs)
     in_leaves, in_tree = tree_util.tree_flatten(arguments)
     out_leaves, out_tree = tree_util.tree_flatten(returned)
     place_of = {number: place for place, number in enumerate(in_leaves)}
@@ -285,15 +290,15 @@ _LIBRARIES: Final[Mapping[str, tuple[Library, Callable[[Any, Any, Any], _Trees]]
     "flax": ("nnx", _nnx_call),
     "equinox": ("equinox", _equinox_call),
 }
-"""By the package of a compiled function: the library, and what reads it, given the function, JAX's
-executable in it, and the plans."""
+"""By the package of a compiled function: the library, and what reads its box, given that, JAX's own
+in it, and the plans."""
 
 
 class StoredProgram:
     """What is read of a `jax.stages.Compiled`, where XLA has written it before code.
 
     Args:
-        lowered: The function's `jax.stages.Lowered`: its structure, shapes and donation.
+        lowered: JAX's own, or that of flax or equinox: structure, shapes and donation.
         inputs: The sharding of each leaf of the arguments; None of those that jit has dropped.
         outputs: The same of the results.
         text: The optimized module.
@@ -312,10 +317,10 @@ class StoredProgram:
         live: LiveRanges,
     ) -> None:
         check_hlo(text)
-        self.in_tree = lowered.in_tree
-        self.out_tree = lowered.out_tree
-        self.args_info = lowered.args_info
-        self.out_info = lowered.out_info
+        inner: Any = inner_of(lowered)
+        self.lowered = lowered
+        self.in_tree, self.out_tree = inner.in_tree, inner.out_tree
+        self.args_info, self.out_info = inner.args_info, inner.out_info
         self.input_shardings = self.in_tree.unflatten(inputs)
         self.output_shardings = self.out_tree.unflatten(outputs)
         self._text = text
@@ -336,10 +341,3 @@ def inner_of(lowered: Any) -> Any:
     """Return JAX's own Lowered, also behind one of flax or equinox; None of anything else."""
     inner = getattr(lowered, "lowered", lowered)
     return inner if isinstance(inner, Lowered) else None
-
-
-def boxed(lowered: Any, stored: StoredProgram) -> Any:
-    """Return a program in the box that the library of the step has around what is compiled."""
-    if lowered is inner_of(lowered):
-        return stored
-    return replace(lowered, lowered=SimpleNamespace(compile=lambda *_, **__: stored)).compile()

@@ -29,29 +29,27 @@ _GROWN: Final = "look at what has changed there; or, if it is meant, make the lo
 _NAMED: Final = 3
 
 
+_Size = Annotated[int, Meta(ge=1, description="a table of axes and their sizes")]
+_Bytes = Annotated[int, Meta(ge=0, description="numbers of bytes")]
+
+
 class Costs(FileTable, kw_only=True):
     """What a step costs a device: the content of a lock."""
 
     format: str = _FORMAT
-    versions: Annotated[dict[str, str], Meta(description="a table of texts")]
-    mesh: Annotated[
-        dict[str, Annotated[int, Meta(ge=1)]], Meta(description="a table of axes and their sizes")
-    ]
-    peak: Annotated[int, Meta(ge=0, description="a number of bytes")] | None
-    peak_by: Annotated[
-        Literal["assigned", "memory_analysis"], Meta(description="assigned or memory_analysis")
-    ]
+    versions: dict[str, str]
+    mesh: dict[str, _Size]
+    peak: _Bytes | None
+    peak_by: Literal["assigned", "memory_analysis"]
     """Whether the peak is the compiler's own, of `prove`; or that of `Compiled.memory_analysis`,
     which adds a TPU's on-chip memory."""
-    sent: Annotated[
-        dict[str, Annotated[int, Meta(ge=0)]], Meta(description="a table of numbers of bytes")
-    ]
+    sent: dict[str, _Bytes]
     """Bytes that a device sends in a step, by kind of collective and mesh axes, as `_key_of`."""
 
 
 def costs_of(executable: Executable, rows: Sequence[Collective]) -> Costs:
     """Sum up the collectives of a program."""
-    mesh, totals = executable.mesh, totals_of(executable)
+    mesh, totals = executable.mesh, totals_of(executable.call.compiled)
     versions = {"jax": jax.__version__}
     if mesh is not None:
         versions["devices"] = executable.device_kind
@@ -99,7 +97,7 @@ def compared(
     changed = [f"{key} {old} -> {new}" for key, old, new in versions if old != new]
     if findings and changed:
         message = f"{name} was made with other versions: {', '.join(changed)}"
-        findings.append(budget_finding("info", message, 0, "versions may explain what has changed"))
+        findings.append(_finding("info", message, "versions may explain what has changed"))
     peak = "the peak" if now.peak is not None else "no peak, which the backend does not tell,"
     sums = counted(len(now.sent.keys() | before.sent.keys()), "sum")
     return Findings(findings, f"{sums} of bytes and {peak} compared with {name}")
@@ -111,7 +109,7 @@ def _changes(
     if list(now.mesh.items()) != list(before.mesh.items()):
         meshes = f"{mesh_shown(before.mesh)} -> {mesh_shown(now.mesh)}"
         message = f"{name} is of another mesh, {meshes}: nothing else is compared"
-        yield budget_finding("error", message, 0, _FIX)
+        yield _finding("error", message)
         return
     numbers = [
         (f"{key}: each device sends", now.sent.get(key, 0), before.sent.get(key, 0), key)
@@ -122,7 +120,7 @@ def _changes(
     elif now.peak != before.peak:
         here, there = (f"{costs.peak} by {costs.peak_by}" for costs in (now, before))
         message = f"the peak is {here}, and in {name} {there}: these are not compared"
-        yield budget_finding("warning", message, 0, _FIX)
+        yield _finding("warning", message)
     for what, new, old, key in numbers:
         if abs(new - old) <= tolerance * old:
             continue
@@ -130,13 +128,12 @@ def _changes(
         sent = most_sent([row for row in rows if _key_of(row) == key])
         message = f"{what} {bytes_shown(new)} in a step, {bytes_shown(old)} before{share}"
         if new > old:
-            yield budget_finding("error", f"{message}{sent and f': {sent}'}", new - old, _GROWN)
+            yield _finding("error", f"{message}{sent and f': {sent}'}", _GROWN, new - old)
         else:
-            yield budget_finding("info", message, 0, f"to keep it so, {_FIX}")
+            yield _finding("info", message, f"to keep it so, {_FIX}")
 
 
-def budget_finding(level: Level, message: str, size: int, fix: str) -> Finding:
-    """Make a finding about the bytes of a program."""
+def _finding(level: Level, message: str, fix: str = _FIX, size: int = 0) -> Finding:
     return Finding(level, "budget", message, fix, bytes=size)
 
 

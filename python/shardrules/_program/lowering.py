@@ -1,4 +1,4 @@
-"""Lowers a step for its arguments on a mesh, whose devices need not be there: `lowering_on`.
+"""Lowers a step for its arguments on a mesh, whose devices need not be there: `lowered_on`.
 
 A step may choose by `jax.devices()[0].platform`, or leave out its constraints on a CPU: it would be
 proved as another program than the one that runs. While `answered` is entered, JAX's public
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import wraps
 from traceback import walk_tb
 from types import FrameType
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import jax
 import numpy as np
@@ -242,20 +242,16 @@ def _argument_shown(arg: Any) -> str:
     return kind + ", ".join([*texts, *and_more(len(pairs), _NOTED, "leaf")])
 
 
-class Lowering(NamedTuple):
-    """Step that is lowered."""
-
-    lowered: Any
-    """JAX's, or that of flax or equinox."""
-    notes: list[str]
-    """What is not quite as it will run: calls of Python left out, and what it asks of JAX."""
-
-
-def lowering_on(mesh: AnyMesh | None, step: Any, args: tuple[Any, ...]) -> Lowering:
+def lowered_on(
+    mesh: AnyMesh | None, step: Any, args: tuple[Any, ...]
+) -> tuple[Any, tuple[str, ...]]:
     """Lower a step for its arguments on a mesh, which is the context's for the specs in it.
 
     On a mesh without devices it is lowered for CPUs, and what calls Python is left out. What asks
     JAX for its devices while it is traced is answered for the mesh.
+
+    Returns:
+        What JAX, flax or equinox has lowered; and what is not quite as it will run.
     """
     check_static(step, args)
     left_out: list[str] = []
@@ -295,7 +291,7 @@ def lowering_on(mesh: AnyMesh | None, step: Any, args: tuple[Any, ...]) -> Lower
     if left_out:
         names = ", ".join([*left_out[:_NAMED], *and_more(len(left_out), _NAMED, "call")])
         notes[f"left out, as it is lowered without devices: {names}"] = None
-    return Lowering(lowered, [*notes])
+    return lowered, tuple(notes)
 
 
 def check_static(step: Any, args: Iterable[Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
@@ -19,6 +19,7 @@ _LARGEST: Final = 100
 _FEW_STACKS: Final = 3
 _MOST_STEPS: Final = 10
 _IN_TEXT: Final = 10
+_NO_PATHS: Final[Mapping[int, str]] = {}
 # XLA's numbers of bytes, with their signs: aliased bytes are counted as argument and as output.
 _NUMBERS: Final = {
     "arguments": ("argument", 1),
@@ -27,11 +28,6 @@ _NUMBERS: Final = {
     "temporaries": ("temp", 1),
     "code": ("generated_code", 1),
 }
-SIZES: Final = (
-    *(f"{name}_size_in_bytes" for name, _ in _NUMBERS.values()),
-    "total_allocation_bytes",
-)
-"""What is read of `Compiled.memory_analysis()`."""
 _COLUMNS: Final = (
     Column("bytes", is_right=True),
     Column("array"),
@@ -49,7 +45,6 @@ class Buffer(NamedTuple):
     """Dtype and dimensions on a device, such as "f32[16,128]"."""
     what: str
     """Path of an argument, "output", or JAX's name of the operation that makes it."""
-    is_argument: bool
     is_saved: bool
     """True for what the forward pass keeps for the backward pass."""
     place: Place | None
@@ -81,20 +76,6 @@ class Totals(NamedTuple):
             if (size := getattr(self, name))
         ]
         return " ".join(terms).removeprefix("+ ")
-
-
-def totals_from(sizes: Sequence[int]) -> Totals:
-    """Read `SIZES`.
-
-    The TPU's compiler counts some temporaries twice: it accepts programs of which arguments and
-    temporaries are more than the memory, and refuses those that allocate more.
-    """
-    *numbers, allocated = sizes
-    totals = Totals(*numbers)
-    if not allocated:
-        return totals
-    rest = allocated - totals.arguments - totals.outputs + totals.aliased
-    return totals._replace(temporaries=max(rest, 0))
 
 
 @answer
@@ -143,22 +124,29 @@ def table_of(buffers: Sequence[Buffer]) -> Table:
     return Table(_COLUMNS, rows)
 
 
-def totals_of(executable: Executable) -> Totals | None:
-    """Read XLA's numbers of bytes; None where the backend does not tell."""
-    stats: Any = executable.call.compiled.memory_analysis()
+def totals_of(compiled: Any) -> Totals | None:
+    """Read XLA's numbers of bytes; None where the backend does not tell.
+
+    The TPU's compiler counts some temporaries twice: it accepts programs of which arguments and
+    temporaries are more than the memory, and refuses those that allocate more.
+    """
+    stats = compiled.memory_analysis()
     if stats is None:
         return None
-    return totals_from([getattr(stats, name, 0) for name in SIZES])  # 0 for what JAX lacks
+    names = (f"{name}_size_in_bytes" for name, _ in _NUMBERS.values())
+    totals = Totals(*(getattr(stats, name, 0) for name in names))
+    allocated = getattr(stats, "total_allocation_bytes", 0)  # which older JAX lacks
+    if not allocated:
+        return totals
+    rest = allocated - totals.arguments - totals.outputs + totals.aliased
+    return totals._replace(temporaries=max(rest, 0))
 
 
 def memory_of(executable: Executable, totals: Totals) -> Memory:
     """Read the arrays that a program needs, beside XLA's numbers."""
-
-    def path_of(parameter: int) -> str | None:
-        leaf = executable.leaf_of.get(parameter)
-        return None if leaf is None else executable.inputs.paths[leaf]
-
     with hlo_errors():
+        leaves, parameters = executable.leaf_of.items(), executable.values.parameters
+        paths = {parameters[number]: executable.inputs.paths[leaf] for number, leaf in leaves}
         live = getattr(executable.call.compiled, "live", None)
         arrays = DeviceArrays(executable.values)
         rows = arrays.at_peak(live) if live and live.ranges else arrays.lasting()
@@ -172,7 +160,7 @@ def memory_of(executable: Executable, totals: Totals) -> Memory:
             alive=min(alive, totals.peak),
             saved=min(kept, totals.peak),
             is_recomputed=is_again and stacks <= _FEW_STACKS,
-            buffers=tuple(arrays.buffer(row, path_of) for row in rows[:_LARGEST]),
+            buffers=tuple(arrays.buffer(row, paths) for row in rows[:_LARGEST]),
         )
 
 
@@ -190,21 +178,19 @@ class DeviceArrays:
     def __init__(self, values: Values) -> None:
         self._values = values
         self._facts = Facts(values)
-        self._number_of = {node: number for number, node in enumerate(values.parameters)}
 
     def at_peak(self, live: LiveRanges) -> list[Alive]:
         """List the arrays that XLA has in memory at the peak, the largest first.
 
         What a start has beside its array, as a semaphore, is none: it is smaller.
         """
-        slots, at_peak = dict(live.slots()), dict[_Slot, int]()
+        slots, rows = dict(live.slots()), dict[_Slot, Alive]()
         for name, path in _AT_PEAK.findall(live.ranges):
             node = self._values.at(name, [int(place) for place in path.split(",") if place])
             slot = slots.get((name, path))
-            if node is not None and slot and slot.bytes >= self._values.shapes[node].bytes:
-                at_peak.setdefault(slot, node)
-        rows = [Alive(node, slot.bytes, slot.is_output) for slot, node in at_peak.items()]
-        return sorted(rows, key=lambda row: -row.bytes)
+            if node is not None and slot and slot[2] >= self._values.shapes[node].bytes:
+                rows.setdefault(slot, Alive(node, *slot[2:]))
+        return sorted(rows.values(), key=lambda row: -row.bytes)
 
     def lasting(self) -> list[Alive]:
         """List arguments, results and what is kept for the backward pass, the largest first."""
@@ -221,17 +207,14 @@ class DeviceArrays:
         ]
         return sorted(rows, key=lambda row: -row.bytes)
 
-    def buffer(self, row: Alive, path_of: Callable[[int], str | None]) -> Buffer:
-        """Say what is known of an array; `path_of` names the module's parameters."""
-        line, number = self._named(row.node), self._number_of.get(row.node)
+    def buffer(self, row: Alive, paths: Mapping[int, str] = _NO_PATHS) -> Buffer:
+        """Say what is known of an array; the module's parameters have paths, by their node."""
+        line = self._named(row.node)
         what = "output" if row.is_output else line.op_name or line.name
-        if number is not None:
-            what = path_of(number) or what
         return Buffer(
             bytes=row.bytes,
             shape=str(self._values.shapes[row.node]),
-            what=what,
-            is_argument=number is not None,
+            what=paths.get(row.node, what),
             is_saved=not row.is_output and self.is_saved(row.node),
             place=self._values.hlo.place(line),
         )
@@ -340,6 +323,10 @@ _VALUE: Final = re.compile(
 _AT_PEAK: Final = re.compile(r"^    (\S+)\{([\d,]*)\}: \d+ bytes \(cumulative", re.MULTILINE)
 
 
+_Slot = tuple[str, int, int, bool]
+"""Memory of one value: its allocation, offset and bytes, and whether a result is there."""
+
+
 class LiveRanges(NamedTuple):
     """What XLA writes of the memory that a module needs."""
 
@@ -367,16 +354,7 @@ class LiveRanges(NamedTuple):
             end = len(self.assignment) if following is None else following.start()
             for name, path, size, offset in _VALUE.findall(self.assignment, head.end(), end):
                 is_output = "maybe-live-out" in head[4]
-                yield (name, path), _Slot(head[1], int(offset), int(size), is_output)
-
-
-class _Slot(NamedTuple):
-    """Memory of one value, within one allocation."""
-
-    allocation: str
-    offset: int
-    bytes: int
-    is_output: bool
+                yield (name, path), (head[1], int(offset), int(size), is_output)
 
 
 # "Ran out of memory on HBM, the total memory required for HLO temporaries (18.14G) exceeds
@@ -441,23 +419,13 @@ class OutOfMemory(MemoryError):  # noqa: N818
         )
 
 
-class Refusal(NamedTuple):
-    """What the compiler says of a step that does not fit."""
-
-    required: int
-    available: int
-    text: str = ""
-    """The module; "" if XLA does not write it."""
-    live: LiveRanges | None = None
-
-    def error(self) -> OutOfMemory:
-        """Return it as the error to raise."""
-        buffers: tuple[Buffer, ...] = ()
-        if self.text and self.live:
-            arrays = DeviceArrays(Values(Hlo(self.text)))
-            rows = arrays.at_peak(self.live)[:_IN_TEXT]
-            buffers = tuple(arrays.buffer(row, lambda _: None) for row in rows)
-        return OutOfMemory(self.required, self.available, buffers)
+def refusal(required: int, available: int, text: str, live: LiveRanges) -> OutOfMemory:
+    """Return the error for a step that does not fit, of its module, "" if XLA does not write it."""
+    if not text or not live.ranges:
+        return OutOfMemory(required, available, ())
+    arrays = DeviceArrays(Values(Hlo(text)))
+    rows = arrays.at_peak(live)[:_IN_TEXT]
+    return OutOfMemory(required, available, tuple(arrays.buffer(row) for row in rows))
 
 
 def refused_bytes(message: str) -> tuple[int, int] | None:

@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from jax.sharding import Mesh
-
 from shardrules._base.arguments import check_file, check_type
 from shardrules._base.io import write_text
 from shardrules._base.mistakes import in_order
@@ -34,7 +32,6 @@ from shardrules._program.topologies.tpu import Slices
 from shardrules._program.work import (
     Product,
     ProgramTime,
-    Roofline,
     flops_of_kernels,
     products,
     program_time,
@@ -118,7 +115,7 @@ class Program:
     @cached_property
     def totals(self) -> Totals | None:
         """XLA's numbers of bytes; None if the backend does not tell."""
-        return totals_of(self._executable)
+        return totals_of(self._executable.call.compiled)
 
     @cached_property
     def memory(self) -> Memory | None:
@@ -264,29 +261,22 @@ def batches(targets: Sequence[PlannedSharding | None], carried: Sequence[State])
     return [leaf for leaf in rest if leaf not in of_states]
 
 
-def time_on(topology: Topology, mesh: Mesh, text: str) -> ProgramTime | None:
-    """Estimate the seconds of a finished program by the compiler's cycles; None if it has none."""
-    if not isinstance(topology._layout, Slices):
-        return None
-    with hlo_errors():
-        hlo = Hlo(text)
-        rows = list(exchanges(hlo, mesh.shape))
-        sent = ((row.axes, row.sent_once * (row.times or 1)) for row in rows if row.axes)
-        sending = sum(size / topology._links(mesh, axes).rate for axes, size in sent)
-        peak = topology.hardware.flops_per_second["bfloat16"]
-        return program_time(hlo, sending, topology._layout.kind.clock, peak)
+def time_of(topology: Topology, program: Program, text: str) -> ProgramTime | None:
+    """Bound the seconds of a step: by the cycles in the text of its code, or by FLOPs without any.
 
-
-def roofline_on(topology: Topology, program: Program) -> Roofline | None:
-    """Return the seconds of what a device computes and sends, each as if it were alone."""
-    mesh = program.mesh
-    if mesh is None or not has_devices(mesh):
+    None without TPUs, whose links and clock are known.
+    """
+    mesh, layout = program.mesh, topology._layout
+    if mesh is None or not has_devices(mesh) or not isinstance(layout, Slices):
         return None
-    flops = sum(product.flops for product in program.products)
-    flops += flops_of_kernels(program._executable.hlo)
     rows = [row for row in program.collectives if row.axes]
     sending = sum(row.sent_at_least / topology._links(mesh, row.axes).rate for row in rows)
-    return Roofline(flops / topology.hardware.flops_per_second["bfloat16"], sending)
+    peak = topology.hardware.flops_per_second["bfloat16"]
+    with hlo_errors():
+        by_cycles = text and program_time(Hlo(text), sending, layout.kind.clock, peak)
+    flops = sum(product.flops for product in program.products)
+    flops += flops_of_kernels(program._executable.hlo)
+    return by_cycles or ProgramTime(flops / peak, sending, is_roofline=True)
 
 
 def _collective_cells(row: Collective) -> Sequence[str]:

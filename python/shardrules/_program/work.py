@@ -184,18 +184,25 @@ _COLUMNS: Final = (Column("computing", is_right=True), Column("line"))
 
 @answer
 class ProgramTime(NamedTuple):
-    """Estimate of the seconds of a step by the compiler's cost model: no bound, no measurement."""
+    """Bounds of a step's seconds: no forecast, no measurement.
+
+    By the compiler's cycles, where it has generated code; else a roofline, by the FLOPs and bytes
+    of the partitioned program, in which what waits for the device's memory is not counted.
+    """
 
     computing: float
-    """Of what a device computes, and moves in its memory: the compiler's cycles by the clock."""
+    """Of what a device computes, and moves in its memory: the compiler's cycles by the clock; of a
+    roofline, matrix products and Pallas kernels at the peak of the device."""
     sending: float
     """Of what it sends, by bytes and links, one collective after the other."""
-    lines: tuple[tuple[str, float], ...]
-    """The seconds of computing by line of the program, the longest first."""
-    kernels: float
-    """Of computing, the seconds of Pallas kernels: by their FLOPs, at half of the peak."""
-    uncounted: tuple[str, ...]
+    lines: tuple[tuple[str, float], ...] = ()
+    """The seconds of computing by line of the program, the longest first; () of a roofline."""
+    kernels: float = 0.0
+    """Of cycles, the seconds of Pallas kernels: by their FLOPs, at half of the peak."""
+    uncounted: tuple[str, ...] = ()
     """Pallas kernels of unknown FLOPs, by the name of their operation."""
+    is_roofline: bool = False
+    """True without the compiler's cycles."""
 
     @property
     def shortest(self) -> float:
@@ -203,7 +210,8 @@ class ProgramTime(NamedTuple):
 
         Published runs took down to 0.87 of the cycles that the compiler expects: so much counts.
         """
-        return max(LEAST_CYCLES * self.computing, self.sending)
+        least = 1 if self.is_roofline else LEAST_CYCLES
+        return max(least * self.computing, self.sending)
 
     @property
     def longest(self) -> float:
@@ -212,22 +220,23 @@ class ProgramTime(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """Return the seconds as `json.dumps` takes them."""
-        return self._asdict() | {
-            "kernel_efficiency": KERNEL_EFFICIENCY,
-            "least_cycles": LEAST_CYCLES,
-            "shortest": self.shortest,
-            "longest": self.longest,
-        }
+        return self._asdict() | {"shortest": self.shortest, "longest": self.longest}
 
     def _section(self, page: Page) -> Section:
         return Section("Time of a step", (self,))
 
     def __str__(self) -> str:
+        computing, sending = map(seconds_shown, (self.computing, self.sending))
+        bounds = f"{seconds_shown(self.shortest)} to {seconds_shown(self.longest)}"
+        if self.is_roofline:
+            return (
+                f"roofline: {bounds} a step, {computing} of products at the device's peak and "
+                f"{sending} of sending at the links'; no forecast, for which the compiler's cycles "
+                "are asked by time=True"
+            )
         lines = [
-            f"a step takes {seconds_shown(self.shortest)} to {seconds_shown(self.longest)} by the "
-            f"compiler's estimate: {seconds_shown(self.computing)} computing, of which runs take "
-            f"{LEAST_CYCLES:.0%} or more, {seconds_shown(self.sending)} sending, hidden behind it "
-            "or not"
+            f"a step takes {bounds} by the compiler's estimate: {computing} computing, of which "
+            f"runs take {LEAST_CYCLES:.0%} or more, {sending} sending, hidden behind it or not"
         ]
         if self.kernels:
             lines.append(
@@ -239,38 +248,6 @@ class ProgramTime(NamedTuple):
             lines.append(f"without {kernels}, of which it says nothing: {self.uncounted[0]}")
         rows = [(seconds_shown(seconds), line) for line, seconds in self.lines[:_IN_TEXT]]
         return printable_lines([*lines, *Table(_COLUMNS, rows).lines()])
-
-
-@answer
-class Roofline(NamedTuple):
-    """Bounds of a step's seconds by FLOPs and bytes of the partitioned program: no forecast."""
-
-    computing: float
-    """Of its matrix products and Pallas kernels, at the peak of the device."""
-    sending: float
-    """Of what it sends, by bytes and links, one collective after the other."""
-
-    @property
-    def shortest(self) -> float:
-        """Seconds if all that is sent is hidden behind what is computed, or the other way round."""
-        return max(self.computing, self.sending)
-
-    @property
-    def longest(self) -> float:
-        """Seconds if nothing is hidden; what waits for the device's memory is not counted."""
-        return self.computing + self.sending
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the seconds as `json.dumps` takes them."""
-        return self._asdict() | {"shortest": self.shortest, "longest": self.longest}
-
-    def __str__(self) -> str:
-        return (
-            f"roofline: {seconds_shown(self.shortest)} to {seconds_shown(self.longest)} a step, "
-            f"{seconds_shown(self.computing)} of products at the device's peak and "
-            f"{seconds_shown(self.sending)} of sending at the links'; no forecast, for which the "
-            "compiler's cycles are asked by time=True"
-        )
 
 
 def flops_of_kernels(hlo: Hlo) -> int:

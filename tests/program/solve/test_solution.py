@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._base.specs import Entries, entries_of, entries_of_cuts, entry_axes
 from shardrules._plan.suggest.draft import MOST_RULES
-from shardrules._program.memory import Refusal
 from shardrules._program.solve import candidates
 from shardrules._program.solve import solution as solving
 from shardrules._program.solve.candidates import shortlist
@@ -169,7 +168,8 @@ def test_the_answer_is_the_best_as_compiled_and_not_as_predicted(few, monkeypatc
     assert sr.plan(TREE, solution.rules, devices()).specs() == solution.plan.specs()
 
 
-REFUSAL = Refusal(200 * 10**9, 10**9, "")
+def refuse():
+    raise sr.OutOfMemory(200 * 10**9, 10**9, ())
 
 
 def answered(answer):
@@ -178,7 +178,7 @@ def answered(answer):
 
 
 def test_a_layout_that_the_compiler_refuses_or_fails_at_is_no_answer(few, monkeypatch):
-    real, answers = prove.AskedCompiler, iter([lambda: REFUSAL, lambda: crash()])
+    real, answers = prove.AskedCompiler, iter([refuse, lambda: crash()])
 
     def crash():
         raise RuntimeError("the compiler has crashed, by signal 6. Its last words: none")
@@ -205,7 +205,7 @@ def test_if_all_are_refused_layouts_that_need_less_are_compiled(few, monkeypatch
         return best_of(searches)
 
     monkeypatch.setattr(solving, "best_of", searched)
-    monkeypatch.setattr(prove, "AskedCompiler", lambda *_: answered(lambda: REFUSAL))
+    monkeypatch.setattr(prove, "AskedCompiler", lambda *_: answered(refuse))
     with pytest.raises(ValueError, match="nothing fits: the compiler refuses all of the") as error:
         solved(MANY, devices())
     assert "FSDP on fsdp=4,tp=2: it needs 200 GB of 103 GB" in str(error.value)

@@ -24,12 +24,12 @@ from shardrules._program.lowering import (
     On,
     check_step,
     is_unplaced,
-    lowering_on,
+    lowered_on,
     mesh_of,
     target_mesh,
 )
-from shardrules._program.memory import Memory, Refusal
-from shardrules._program.program import Program, roofline_on, time_on
+from shardrules._program.memory import Memory
+from shardrules._program.program import Program, time_of
 from shardrules._program.topologies.topology import (
     Topology,
     memory_limit,
@@ -37,7 +37,7 @@ from shardrules._program.topologies.topology import (
     topology_shown,
 )
 from shardrules._program.verify.verify import findings_and_program, limits_of
-from shardrules._program.work import ProgramTime, Roofline
+from shardrules._program.work import ProgramTime
 
 BY_CPU: Final = " by XLA for CPU: a TPU's partitioner may choose otherwise"
 _NO_TIME: Final = "no time: clocks and links are known of the TPUs of a Topology alone"
@@ -57,9 +57,9 @@ class Proof(NamedTuple):
     """Bytes of memory that a device has for it; None if nothing says."""
     seconds: float
     """Time that the compiler took, or the cache that had its code."""
-    time: ProgramTime | Roofline | None
-    """Of a step: with `time=True` by the compiler's cycles; else the bounds by FLOPs and bytes.
-    None without described TPUs, whose links and clock are known."""
+    time: ProgramTime | None
+    """Of a step: with `time=True` by the compiler's cycles; else a roofline. None without described
+    TPUs, whose links and clock are known."""
     notes: tuple[str, ...] = ()
     """Where the program is perhaps not quite the one that will run."""
     compiled: Compiled | None = None
@@ -240,11 +240,11 @@ class AskedProof:
         self._planned = (inputs, outputs) if mesh is None else _planned_on(mesh, (inputs, outputs))
         self._large, self._budget = byte_size("large", large), budget
         self._unplaced = [list(map(is_unplaced, tree_util.tree_leaves(arg))) for arg in args]
-        self._lowering = lowering_on(mesh, step, args)
+        self._lowered, self._notes = lowered_on(mesh, step, args)
         self._begin = perf_counter()
         self._compiler: AskedCompiler | None = None
         if has_child(self._mesh):
-            self._compiler = AskedCompiler(self._lowering.lowered, self._mesh)
+            self._compiler = AskedCompiler(self._lowered, self._mesh)
 
     def close(self) -> None:
         """End the compiler."""
@@ -255,16 +255,12 @@ class AskedProof:
         """Wait for the compiler, and compare what it makes with what is planned, as `prove`."""
         mesh, topology = self._mesh, topology_of(self._mesh)
         answer = None if self._compiler is None else self._compiler.answer()
-        text, compiled, seconds = "", None, perf_counter() - self._begin
-        if isinstance(answer, Refusal):
-            raise answer.error()
+        text, compiled, begin = "", None, self._begin
         has_code = self._needs_code or answer is None
         if has_code:
             begin = perf_counter()
-            ended = finished(self._lowering.lowered, mesh)
-            if isinstance(ended, Refusal):
-                raise ended.error()
-            (text, compiled), seconds = ended, perf_counter() - begin
+            text, compiled = finished(self._lowered, mesh)
+        seconds = perf_counter() - begin
         room = self._room
         if room is None and answer is not None and topology is not None:
             room = topology.hardware.memory_bytes
@@ -275,17 +271,14 @@ class AskedProof:
             content, *self._planned, hbm=room, large=self._large, budget=self._budget,
             unplaced=self._unplaced, log=warnings,
         )  # fmt: skip
-        time: ProgramTime | Roofline | None = None
-        if topology is not None and mesh is not None:
-            time = time_on(topology, mesh, text) if has_code else roofline_on(topology, program)
         return Proof(
             target=_target_shown(mesh or program.mesh, topology),
             findings=findings,
             program=program,
             room=room,
             seconds=seconds,
-            time=time,
-            notes=tuple(self._lowering.notes),
+            time=None if topology is None else time_of(topology, program, text),
+            notes=self._notes,
             compiled=compiled,
             is_cached=has_code and compiled is None,
         )

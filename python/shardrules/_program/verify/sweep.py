@@ -33,7 +33,7 @@ from shardrules._program.lowering import check_step_on, step_parts
 from shardrules._program.memory import Buffer, OutOfMemory
 from shardrules._program.topologies.topology import Topology, topology_of, topology_shown
 from shardrules._program.verify.prove import BY_CPU, AskedProof, asked_in_order
-from shardrules._program.work import Roofline
+from shardrules._program.work import ProgramTime
 
 _AXES: Final = ("fsdp", "tp")
 SweptOn: TypeAlias = "Topology | str | int | Mesh | AbstractMesh | Mapping[str, int]"
@@ -61,8 +61,8 @@ class StepSweepRow(NamedTuple):
     """Whether a device has them; None if that is not known."""
     sent: dict[str, int]
     """Bytes that a device sends in a step, by mesh axes, such as {"fsdp": 10, "fsdp,tp": 4}."""
-    time: Roofline | None
-    """Bounds of a step's seconds; None without described TPUs, or if it was refused."""
+    time: ProgramTime | None
+    """Bounds of a step's seconds, a roofline; None without described TPUs, or if it was refused."""
     why: str = ""
     """The largest array of what does not fit; or the error of what could not be compiled."""
 
@@ -305,7 +305,7 @@ def _answered(row: StepSweepRow, compiler: AskedProof) -> StepSweepRow:
         peak=memory and memory.peak,
         fits=proof.fits,
         sent=dict(sent.most_common()),
-        time=proof.time if isinstance(proof.time, Roofline) else None,
+        time=proof.time,
         why=_largest(memory.buffers) if memory and proof.fits is False else "",
     )
 
