@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program import compiler
-from shardrules._program.memory import Refusal
 from tests.support.compiled import lowered_on
 from tests.tpu.marks import needs_libtpu
 from tests.tpu.test_prove import RULES, SIZES, batch, params, step
@@ -56,15 +55,9 @@ def double(x):
 
 
 def test_the_same_step_for_a_topology_is_compiled_once(folder):
-    topology = sr.Topology("v5e:2x4")
-    mesh = topology.mesh(SIZES)
+    mesh = sr.Topology("v5e:2x4").mesh(SIZES)
     plan = sr.plan(params(), RULES, mesh)
-    jitted = jax.jit(step, donate_argnums=0)
-
-    def prove():
-        return sr.prove(jitted, plan, batch(mesh), on=topology, outputs=plan, time=True)
-
-    first, second = prove(), prove()
+    first, second = (sr.prove(jax.jit(step), plan, batch(mesh), on=mesh, time=True) for _ in range(2))
     assert (first.is_cached, second.is_cached) == (False, True)
     assert (first.compiled is not None, second.compiled) == (True, None)
     assert first.time.computing > 0
@@ -107,12 +100,11 @@ def test_a_damaged_entry_is_made_anew(folder, is_kept, damage):
 
 def test_the_oldest_entries_go(folder, is_kept, monkeypatch):
     monkeypatch.setattr(compiler, "_MOST_KEPT", 2)
-    kept = [is_kept(with_constant(value)) for value in (2, 3, 4, 4, 3, 2)]
-    assert kept == [False, False, False, True, True, False]
-    assert len([*folder.iterdir()]) == 2
+    assert not is_kept(with_constant(2))
     (folder / "data.gz").write_text("of the user, older than all")
     os.utime(folder / "data.gz", (0, 0))
-    assert not is_kept(with_constant(5))
+    kept = [is_kept(with_constant(value)) for value in (3, 4, 4, 3, 2)]
+    assert kept == [False, False, True, True, False]
     assert len([*folder.iterdir()]) == 3
     assert (folder / "data.gz").exists()
 
@@ -122,10 +114,6 @@ def test_what_is_not_kept(folder, is_kept, monkeypatch, tmp_path):
         with monkeypatch.context() as changed:
             changed.setenv(name, value)
             assert [is_kept(double), is_kept(double)] == [False, False]
-    refusal = Refusal(20 * 10**9, 16 * 10**9, "")
-    with monkeypatch.context() as refused:
-        refused.setattr(compiler, "compile_whole", lambda *_: refusal)
-        assert not is_kept(double)
     assert not folder.exists()
     folder.write_text("a file is in its place")
     assert not is_kept(double)
@@ -138,7 +126,7 @@ def test_what_is_not_kept(folder, is_kept, monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="Windows has no such modes")
-def test_a_folder_that_others_may_write_is_neither_read_nor_written(folder, is_kept, tmp_path):
+def test_a_folder_that_others_may_write_is_neither_read_nor_written(folder, is_kept):
     assert [is_kept(double), is_kept(double)] == [False, True]
     folder.chmod(0o1777)
     assert [is_kept(double), is_kept(lambda x: x * 3)] == [False, False]
@@ -146,9 +134,6 @@ def test_a_folder_that_others_may_write_is_neither_read_nor_written(folder, is_k
     folder.chmod(0o770)
     assert is_kept(double)
     if os.geteuid() == 0:
-        folder.rename(tmp_path / "nobody's")
-        folder.symlink_to(tmp_path / "nobody's")
-        assert is_kept(double)  # a link of the user's own
         os.chown(folder, 65534, -1)
         assert not is_kept(double)
 
@@ -166,10 +151,6 @@ def test_processes_share_it(tmp_path):
     script = tmp_path / "script.py"  # the lines of the program are a part of an entry
     script.write_text(PROGRAM)
 
-    def start():
-        return subprocess.Popen([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True)
-
-    for process in [start(), start()]:  # at once
-        assert process.communicate(timeout=300)[0] in ("False\n", "True\n")
-        assert process.returncode == 0
-    assert start().communicate(timeout=300)[0] == "True\n"
+    for is_cached in (False, True):
+        done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout == f"{is_cached}\n"

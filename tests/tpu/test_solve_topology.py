@@ -1,6 +1,8 @@
-"""`solve` on a topology: the mesh is chosen among those that exist there."""
+"""`solve` on a topology: the mesh is chosen among those that exist there, and the compiler proves it."""
 
 from __future__ import annotations
+
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,8 @@ from shardrules._program.solve import candidates
 from shardrules._program.solve.search import Search, best_of
 from shardrules._program.solve.space import Space
 from shardrules._program.solve.spread import Spread
+from tests.cli.test_solve_command import MODULE
+from tests.support.command_line import invoke
 from tests.tpu.marks import needs_libtpu
 
 pytestmark = needs_libtpu
@@ -101,3 +105,37 @@ def test_what_is_sent_takes_the_links_of_the_slice():
     seconds = sum(size / rates[axes] for axes, size in sent.items())
     assert first.seconds.meanwhile + first.seconds.alone == pytest.approx(seconds, rel=1e-6) != 0
     assert max(rates.values()) < topology.hardware.link_bytes_per_second
+
+
+# By the command
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "mlp_to_solve.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("mlp_to_solve", None)
+
+
+def test_a_slice_is_all_that_is_needed(folder):
+    done = invoke("solve", "mlp_to_solve:step_on", "--on", "v5e:2x4")
+    assert done.exit_code == 0, done.stderr
+    assert "[[rules]]" in done.stdout
+    assert "a step on fsdp=" in done.stderr
+    done = invoke("solve", "mlp_to_solve:step_on", "--on", "v5e:2x4", "-m", "fsdp=3,tp=2")
+    assert (done.exit_code, "fsdp=3" in done.stderr) == (2, True)
+
+
+def test_the_compiler_sends_what_was_predicted(folder):
+    from mlp_to_solve import step_on
+
+    topology = sr.Topology("v5e:2x4")
+    step, arguments = step_on(topology.mesh(fsdp=8))
+    solution = sr.solve(sr.trace(step, *arguments), topology)
+    best = solution.candidates[0]
+    assert best.predicted.sent == pytest.approx(best.compiled.sent, rel=0.2)
+    assert best.compiled.seconds <= min(row.compiled.seconds for row in solution.candidates if not row.refusal) * (
+        1 + 1e-2
+    )

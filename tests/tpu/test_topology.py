@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -127,36 +124,6 @@ def test_a_mesh_of_another_size_is_told():
         sr.Topology("v5e:2x4").links(jax.make_mesh((1,), ("x",)))
     with pytest.raises(TypeError, match="mesh is .* it must be a jax.sharding.Mesh"):
         sr.Topology("v5e:2x4").links({"fsdp": 8})
-
-
-@needs_libtpu
-def test_all_that_takes_a_mesh_takes_one_of_a_topology():
-    mesh = sr.Topology("v5e:2x4").mesh(fsdp=4, tp=2)
-    tree = {"w": jax.ShapeDtypeStruct((64, 64), "bfloat16")}
-    rules = [("w", P("fsdp", "tp"))]
-    plan = sr.plan(tree, rules, mesh)
-    assert not plan.check()
-    assert plan.abstract()["w"].sharding.mesh == mesh
-    assert sr.named_shardings(tree, rules, mesh)["w"].mesh == mesh
-    assert sr.spec_for("w", (64, 64), rules, mesh) == P("fsdp", "tp")
-    assert len(plan.sweep([mesh.shape])) == 1
-
-
-@needs_libtpu
-def test_two_processes_at_once_leave_nothing_behind(tmp_path):
-    program = (
-        "import shardrules as sr, jax\n"
-        "mesh = sr.Topology('v5e:2x2').mesh(fsdp=4)\n"
-        "plan = sr.plan({'w': jax.ShapeDtypeStruct((64, 64), 'bfloat16')}, [('w', 'fsdp')], mesh)\n"
-        "sr.prove(lambda p: p['w'] * 2, plan, on=mesh)\n"
-    )
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", program]
-    processes = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    for process in processes:
-        assert process.communicate(timeout=120)[1] == ""
-        assert process.returncode == 0
-    assert list(tmp_path.iterdir()) == []
 
 
 @needs_libtpu
