@@ -5,6 +5,7 @@ import pytest
 from tests.mutation.cases import HELD_OUT, TUNED, cases
 from tests.mutation.score import score
 from tests.mutation.slips import CLASSES
+from tests.support.folders import ROOT
 
 LEAST = 0.99
 
@@ -14,6 +15,7 @@ LEAST = 0.99
 def test_harmful_slips_are_told(pairs):
     found = score(cases(pairs))
     assert found.share >= LEAST, found.missed
+    assert f"{found.share:.2%} of {found.harmful.total():,}" in (ROOT / "docs" / "evidence.md").read_text()
     without = {"a companion mistyped, or scanned with unscanned rules"} if pairs is HELD_OUT else set()
     assert found.harmful.keys() >= CLASSES.keys() - without
 
