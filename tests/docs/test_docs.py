@@ -73,7 +73,6 @@ FIGURES = {
         ("model | 1,000 |", "_plan.files.models", "_MOST_LEVELS", 1000),
         ("loaded | 1,000,000 |", "_checkpoint.targets", "_MOST_PARTS", 1_000_000),
         ("name | 9;", "_checkpoint.names", "_MOST_DIGITS", 9),
-        ("part of the name | 255", "_checkpoint.names", "_MOST_TEXT", 255),
         ("32 MiB, or", "_rules.rules", "DEFAULT_MEMORY_BUDGET", 32 << 20),
         ("HLO | 131,072 |", "_program.hlo", "_MOST_DEVICES", 131_072),
         ("| entries of the cache | 100 |", "_program.compiler", "_MOST_KEPT", 100),
@@ -91,7 +90,7 @@ FIGURES = {
     "loading": [
         ("default 2 GiB", "_checkpoint.units", "DEFAULT_IN_FLIGHT", 2 << 30),
         ("less than 256 KiB apart", "_checkpoint.units", "_REMOTE_GAP", 256 << 10),
-        ("of at most 16 MiB", "_checkpoint.units", "_READ", 16 << 20),
+        ("of at most 32 MiB", "_checkpoint.units", "_READ", 16 << 20),
     ],
     "meshes": [
         ("after 10 s the others log", "_place.processes", "_QUIET_SECONDS", 10),
