@@ -156,50 +156,6 @@ def test_the_traceback_is_for_python_s_development_mode(small):
     assert done.stderr.splitlines()[-1].startswith("error: none.json: No such file")
 
 
-CONTRADICTIONS = [
-    ("sweep -m tp=2 --devices 8", "'--mesh' and '--devices' exclude each other: leave out either"),
-    ("sweep -m tp=2 --axes tp=2", "'--axes': 'tp=2' has sizes"),
-    ("sweep --axes tp", "'--axes' needs '--on' or '--devices'"),
-    ("sweep --devices 8", "--devices and --axes for all factorizations"),
-    ("sweep --devices 0 --axes tp", "'--devices': 0 is not in the range x>=1"),
-    ("sweep -m tp=2 --hbm -5GB", "'--hbm': the value: '-5GB' is negative"),
-    ("sweep -m tp=2 --try batch=8", "'--try' and '--rules' exclude each other"),
-    ("sweep -m tp=2 --optimizer adam:bf61", "'--optimizer': unknown dtype 'bf61'"),
-    ("plan -m tp=2 --hbm 0", "'--hbm': the value is '0': that is 0 bytes"),
-    ("plan -m tp=2 --lock x --html x", "--html x would replace --lock"),
-    ("plan -m tp=2 --lock model.json", "--lock model.json would replace"),
-    ("plan -m tp=2 --hbm 80", "'--hbm': the value is '80': a unit is missing; write '80GB'"),
-    ("prove a:b -m tp=2 --budget total=90", "'--budget': total=90: the value is '90': a unit is missing; write '90GB'"),
-    ("plan -m tp=2 --hbm v5q", "'--hbm': name: there are no figures for 'v5q'; there are some for v4"),
-    ("plan -m tp=2 --optimizer magic", "'--optimizer': 'magic' is none of sgd, momentum, lion, adam, adamw; write it as adam:BF16"),
-    ("plan -m tp=2 --gradients F33", "'--gradients': unknown dtype 'F33'"),
-    ("plan -m tp=-1", "the size of the mesh axis 'tp' is -1 (an int); it must be an integer from 1"),
-    ("plan -m tp=nan", "'--mesh': mesh 'tp=nan': the size of 'tp' is not an integer; write tp=4"),
-    ("plan --mesh=", "the mesh is empty; write its axes as dp=8,tp=4"),
-    ("check -m tp=2 --level dead=off --level dead=error", "'--level': a key is given twice"),
-    ("check -m tp=2 --level ded=off", "'--level': there is no finding 'ded'; near it: dead"),
-    ("check -m tp=2 --level dead=loud", "'--level': dead=loud: the level is 'loud'; it must be one of 'error'"),
-    ("check -m tp=2 --level dead", "'--level': 'dead': write it as kind=level"),
-    ("check -m tp=2 --fix --format json", "'--fix' and '--format' exclude each other"),
-    ("check -m tp=2 --job a", "'--job' and 'SOURCE' exclude each other"),
-    ("diff x --tolerance 2%", "--tolerance is of --fail-on grown"),
-    ("diff x --fail-on grown --tolerance -1%", "'--tolerance': '-1%': write a part"),
-    ("diff x --fail-on grown --tolerance 2", "'--tolerance': '2': write a part"),
-    ("plan -m tp=2 --dialect nxn", "'--dialect': dialect 'nxn' is unknown; it is one of eformer"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("words", "message"), CONTRADICTIONS)
-def test_options_that_make_no_sense_are_refused(small, tmp_path, monkeypatch, words, message):
-    monkeypatch.chdir(tmp_path)
-    command, *more = words.split()
-    refused = invoke(command, *small[:3], *more)
-    assert (refused.exit_code, refused.stdout) == (2, "")
-    assert refused.stderr.startswith("error: ")
-    assert refused.stderr.count("\n") == 1
-    assert message in refused.stderr.replace("'-m' / ", "").replace("'-r' / ", "")
-
-
 @POSIX
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_compiler_that_hears_no_signal_is_ended(tmp_path, name):

@@ -59,29 +59,6 @@ def test_words_of_sweep_are_options(words, options):
     assert got | options == got
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("plan", "Missing argument 'SOURCE'"),
-        ("plan m", "Missing option '-r' / '--rules'"),
-        ("plan m -r r", "Missing option '-m' / '--mesh'"),
-        ("plan m -m", "'-m' requires an argument"),
-        ("check m --fix=3", "'--fix' does not take a value"),
-        ("plan --mash fsdp=8", "Did you mean"),
-        ("plan m -z", "No such option"),
-        ("plan -r r -m tp=2 -- m --x", "Got unexpected extra argument (--x)"),
-        ("check m -r r -m tp=2 --head-dim 0.5", "'--head-dim': '0.5' is not a valid number"),
-        ("chek", "No such command 'chek'"),
-    ],
-)
-def test_other_words_are_refused(words, message):
-    refused = invoke(*words.split())
-    assert (refused.exit_code, refused.stdout) == (2, "")
-    assert refused.stderr.startswith("error: ")
-    assert refused.stderr.endswith("; see --help\n")
-    assert message in refused.stderr
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_has_its_help(name):
     shown = invoke(name, "--help")
