@@ -91,7 +91,6 @@ RECORDS: dict[str, Callable[[], Any]] = {
     "Reason": lambda: made("suggestion").reasons[0],
     "CutReason": lambda: made("suggestion").reasons[0].dims[0],
     "Tried": lambda: made("plan").explain("odd").tried[0],
-    "TriedName": lambda: made("named").explain("w").tried[0],
     "Loss": lambda: made("plan").kind("odd").losses[0],
     "Kind": lambda: made("plan").kind("odd"),
     "RuleFile": lambda: sr.types.RuleFile(made("plan").rules, {}, sr.LORA, "own.toml"),

@@ -14,7 +14,6 @@ from shardrules._plan.kinds import Loss as Loss
 from shardrules._plan.memory import DeviceBytes as DeviceBytes
 from shardrules._plan.report import Explanation as Explanation
 from shardrules._plan.report import Tried as Tried
-from shardrules._plan.report import TriedName as TriedName
 from shardrules._plan.suggest.suggest import CutReason as CutReason
 from shardrules._plan.suggest.suggest import Reason as Reason
 from shardrules._plan.suggest.suggest import Suggestion as Suggestion

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 from shardrules._base.rule_specs import MemoryKind
 from shardrules._base.specs import as_partition_spec
@@ -31,23 +31,9 @@ if TYPE_CHECKING:
     from shardrules._plan.resolve import SizedMesh
 
 
-class Walk(Protocol):
-    """Leaves of a tree in the order of a walk."""
-
-    @property
-    def tree(self) -> Any:
-        """The tree with the number of its row for each leaf."""
-        ...
-
-    @property
-    def paths(self) -> list[str]:
-        """The path of each row."""
-        ...
-
-
 # Kinds of findings about leaves that get no sharding.
 _WITHOUT_SHARDING: Final = ("unmatched", "misfit", "unknown-axis")
-_Walk = TypeVar("_Walk", bound=Walk)
+_Walk = TypeVar("_Walk", Leaves, PathsOfTree)
 _Path = TypeVar("_Path", bound=Hashable)
 
 
@@ -131,7 +117,9 @@ class Alignment(Generic[_Walk]):
         return sorted({*range(len(self.reference_paths))}.difference(self.rows))
 
 
-def align(tree: Any, reference: Walk, walk: Callable[[Any], _Walk]) -> Alignment[_Walk]:
+def align(
+    tree: Any, reference: Leaves | PathsOfTree, walk: Callable[[Any], _Walk]
+) -> Alignment[_Walk]:
     """Find each leaf of a tree in another by its path: with boxes, or without where more match.
 
     Args:
@@ -152,7 +140,9 @@ def align(tree: Any, reference: Walk, walk: Callable[[Any], _Walk]) -> Alignment
     return min(direct, without, key=lambda each: each.rows.count(-1))
 
 
-def _without_boxes(reference: Walk, walk: Callable[[Any], Walk]) -> PathsOfTree:
+def _without_boxes(
+    reference: Leaves | PathsOfTree, walk: Callable[[Any], Leaves | PathsOfTree]
+) -> PathsOfTree:
     """Return the same rows, with the tree and the paths that they have without boxes."""
     from jax import tree_util
 

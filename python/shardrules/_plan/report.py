@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from shardrules._plan.companions import Companion
     from shardrules._plan.fold import Folded
     from shardrules._plan.plan import Plan
-    from shardrules._rules.patterns import Pattern
     from shardrules._rules.rules import Rules
 
 _MOST_ROWS: Final = 60
@@ -157,7 +156,6 @@ class HasSection(Protocol):
 
 
 _FILES: Final = Path(__file__).parent / "page"
-_SCRIPTS: Final = ("base.js", "leaves.js", "treemap.js")
 # Scripts and styles count by their hashes alone.
 _POLICY: Final = (
     "default-src 'none'; script-src {scripts}; style-src {styles}; "
@@ -181,11 +179,9 @@ def plan_page(page: Page, sections: Iterable[HasSection], title: str) -> str:
     first = findings or [page.plan.check()._section(page)]
     rules = Section("Rules", (_rule_table(page.plan),))
     rest = [rules, *(part for part in parts if part.title != "Findings")]
-    scripts, styles = [*map(_data_text, _SCRIPTS)], _data_text("page.css")
+    script, styles = _data_text("page.js"), _data_text("page.css")
     return Template(_data_text("page.html")).substitute(
-        policy=_POLICY.format(
-            scripts=" ".join(map(_script_hash, scripts)), styles=_script_hash(styles)
-        ),
+        policy=_POLICY.format(scripts=_script_hash(script), styles=_script_hash(styles)),
         title=_escaped(title),
         styles=styles,
         facts="".join(f"<p>{_escaped(line)}</p>" for line in _facts(page)),
@@ -193,7 +189,7 @@ def plan_page(page: Page, sections: Iterable[HasSection], title: str) -> str:
         sections="".join(map(_section_html, rest)),
         fingerprint=page.plan.fingerprint(),
         data=_embedded_json(_leaves_data(page.plan)),
-        scripts="\n".join(f"<script>{script}</script>" for script in scripts),
+        script=script,
     )
 
 
@@ -317,47 +313,39 @@ def _printable(value: Any) -> Any:
     return [*map(_printable, value)] if isinstance(value, list | tuple) else value
 
 
-Outcome = Literal["wins", "no match", "too late", "not needed", "ambiguous"]
+Outcome = Literal[
+    "wins", "no match", "too late", "not needed", "ambiguous",
+    "dim taken", "axis taken", "indivisible", "absent",
+]  # fmt: skip
 
 
 @record
 class Tried(NamedTuple):
-    """The result of trying one rule on a path."""
-
-    rule: int
-    pattern: Pattern
-    outcome: Outcome
-    """"wins"; "no match"; or it matches, but an earlier rule wins ("too late"), the leaf needs no
-    rule ("not needed"), or several rules match where only one may ("ambiguous")."""
-
-
-NameOutcome = Literal["wins", "dim taken", "axis taken", "indivisible", "absent"]
-
-
-@record
-class TriedName(NamedTuple):
-    """The result of trying one logical rule on a dimension with its name.
+    """The result of trying one rule on a path, or a logical rule on a dimension with its name.
 
     Example:
         >>> import jax, shardrules as sr
         >>> rules = sr.LogicalRules([("mlp", "tp"), ("embed", "tp")])
         >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
         >>> plan = sr.plan(tree, rules, {"tp": 2}, names={"w": ("embed", "mlp")})
-        >>> [(one.rule, one.name, one.outcome) for one in plan.explain("w").tried]
+        >>> [(one.rule, one.pattern, one.outcome) for one in plan.explain("w").tried]
         [(1, 'embed', 'axis taken'), (0, 'mlp', 'wins')]
     """
 
     rule: int
-    dim: int
-    name: Any
-    axes: Any
-    """The mesh axes of the rule."""
-    outcome: NameOutcome
-    """"wins"; or another rule has the dimension ("dim taken"), another dimension has one of the
-    axes ("axis taken"), or the correction leaves none of them, since they do not divide the
-    dimension ("indivisible") or are "absent" from the mesh."""
-    to: int | None
-    """The rule or the dimension that it loses to."""
+    pattern: Any
+    """The rule's pattern, or logical name."""
+    outcome: Outcome
+    """"wins"; "no match"; or it matches, but an earlier rule wins ("too late"), the leaf needs no
+    rule ("not needed"), or several rules match where only one may ("ambiguous"). Of a logical rule:
+    another rule has the dimension ("dim taken"), another dimension has one of the axes ("axis
+    taken"), or the correction leaves none of them, since they do not divide the dimension
+    ("indivisible") or are "absent" from the mesh."""
+    dim: int | None = None
+    axes: Any = None
+    """The mesh axes of a logical rule."""
+    to: int | None = None
+    """The rule or the dimension that a logical rule loses to."""
 
 
 @answer
@@ -369,7 +357,7 @@ class Explanation(NamedTuple):
     """The path that the rules meet: the leaf's own, or that of the leaf that it follows."""
     kind: Kind
     """The leaf's spec, bytes and losses."""
-    tried: tuple[Tried, ...] | tuple[TriedName, ...]
+    tried: tuple[Tried, ...]
     """Each rule, in order; for logical rules, of each dimension those for its name."""
     mesh: str
     """The mesh as the command line has it: fsdp=8,tp=4."""
@@ -422,8 +410,7 @@ class Explanation(NamedTuple):
         return lines if self.source == self.path else [*lines, f"  follows        {self.source}"]
 
     def _rule_lines(self) -> list[str]:
-        tried_rules = (tried for tried in self.tried if isinstance(tried, Tried))
-        matching = [tried for tried in tried_rules if tried.outcome != "no match"]
+        matching = [tried for tried in self.tried if tried.outcome != "no match"]
         missed = len(self.tried) - len(matching)
         if not matching:
             needs_none = self.kind.status == "placed" and self.kind.origin is None
@@ -447,8 +434,7 @@ class Explanation(NamedTuple):
             if self.kind.origin is not None or self.kind.shape is None:
                 return []
             return ["  it has no logical axis names, so no rule is for it"]
-        tried_names = (tried for tried in self.tried if isinstance(tried, TriedName))
-        rows = ((row.rule, row.dim, row.axes, row.outcome, row.to) for row in tried_names)
+        rows = ((row.rule, row.dim or 0, row.axes, row.outcome, row.to) for row in self.tried)
         return [f"  {line}" for line in rule_lines(names, rows)]
 
 
@@ -470,16 +456,14 @@ def _tried(kind: Kind, source: str, rules: Rules) -> tuple[Tried, ...]:
     )
 
 
-def _tried_names(kind: Kind, plan: Plan) -> tuple[TriedName, ...]:
-    names = kind.names or ()
-    outcomes: list[tuple[int, int, NameOutcome, int | None]] = [
-        (dim, rule, "wins", None) for dim, rule in enumerate(kind.dim_rules) if rule is not None
+def _tried_names(kind: Kind, plan: Plan) -> tuple[Tried, ...]:
+    outcomes: list[tuple[int, int, Outcome, int | None]] = [
+        *((dim, rule, "wins", None) for dim, rule in enumerate(kind.dim_rules) if rule is not None),
+        *((lost.dim, lost.rule, lost.why, lost.to) for lost in kind.lost_rules),
     ]
-    for lost in kind.lost_rules:
-        outcomes.append((lost.dim, lost.rule, lost.why, lost.to))
     return tuple(
-        TriedName(rule, dim, names[dim], plan.rules[rule][1], outcome, to)
-        for dim, rule, outcome, to in sorted(outcomes, key=lambda rule_loss: rule_loss[:2])
+        Tried(rule, plan.rules[rule][0], outcome, dim, plan.rules[rule][1], to)
+        for dim, rule, outcome, to in sorted(outcomes, key=lambda tried: tried[:2])
     )
 
 
