@@ -14,10 +14,7 @@ from pathlib import Path
 
 CORPUS = Path(__file__).parent / "corpus"
 FOUND = Path("build/fuzz")
-NAMES = (
-    "manifest", "raw_manifest", "safetensors", "index", "rules", "hardware", "toml", "yaml",
-    "rule_values", "lock", "lock_values", "program_lock", "hlo", "project", "folding", "tree",
-)  # fmt: skip
+NAMES = sorted(folder.name for folder in CORPUS.iterdir())
 
 
 def main() -> int:

@@ -99,7 +99,6 @@ def index(data: bytes) -> None:
             assert arrays.leaves.keys() <= _SHARD.keys()
 
 
-# An array of a checkpoint, and one outside of it.
 def _check_arrays(leaves: dict[str, Any]) -> None:
     for name, leaf in leaves.items():
         assert type(name) is str
@@ -386,21 +385,8 @@ def tree(data: bytes) -> None:
             call(_Trees(data[1:]).tree())
 
 
-TARGETS: dict[str, Callable[[bytes], None]] = {
-    "manifest": manifest,
-    "raw_manifest": raw_manifest,
-    "safetensors": safetensors,
-    "index": index,
-    "rules": rules,
-    "hardware": hardware,
-    "toml": toml,
-    "yaml": yaml,
-    "rule_values": rule_values,
-    "lock": lock,
-    "lock_values": lock_values,
-    "program_lock": program_lock,
-    "hlo": hlo,
-    "project": project,
-    "folding": folding,
-    "tree": tree,
-}
+_FUNCTIONS: tuple[Callable[[bytes], None], ...] = (
+    manifest, raw_manifest, safetensors, index, rules, hardware, toml, yaml, rule_values, lock, lock_values, program_lock,
+    hlo, project, folding, tree,
+)  # fmt: skip
+TARGETS = {function.__name__: function for function in _FUNCTIONS}

@@ -9,8 +9,7 @@ Blocks of one page share a namespace and a folder, in order:
   Markdown up to `<!-- /printed -->`. `python -m tests.support.docs_pages` writes it anew, in all pages,
   or in those named behind it.
 - Above a block, `<!-- not run: why -->`, `<!-- needs: flax, jax.set_mesh -->` (skipped without
-  them), `<!-- file: tests/data/x.json -->` (in the folder) and `<!-- exit: 1 -->` (of its commands) say what is
-  special about it. At the top of a page,
+  them) and `<!-- exit: 1 -->` (of its commands) say what is special about it. At the top of a page,
   `<!-- page needs: optax -->` says it of all its blocks.
 """
 
@@ -69,15 +68,8 @@ def blocks(page: str) -> list[Block]:
         markers = {m["word"]: m["text"] or "" for m in _MARKER.finditer(block["markers"])}
         title = _TITLE.search(block["info"] or "")
         kind = "code" if block["markdown"] is None else "markdown"
-        found.append(
-            Block(
-                block["language"] if kind == "code" else "markdown",
-                block[kind],
-                markers,
-                title and title[1],
-                block.span(kind),
-            )
-        )
+        language = block["language"] if kind == "code" else "markdown"
+        found.append(Block(language, block[kind], markers, title and title[1], block.span(kind)))
     return found
 
 
@@ -94,8 +86,6 @@ def run(page: str, folder: Path) -> tuple[list[str], list[tuple[tuple[int, int],
     printed: str | None = ""  # None behind a block that did not run
     shown: list[tuple[tuple[int, int], str]] = []
     for block in blocks(page):
-        if "file" in block.markers:
-            shutil.copy(ROOT / block.markers["file"], folder)
         if block.title is not None:
             (folder / block.title).write_text(block.code)
         elif "printed" in block.markers or block.language == "markdown":
@@ -161,7 +151,9 @@ def _run_console(page: str, block: Block, _: dict[str, Any]) -> str:
     printed = ""
     for command, shown in commands(block):
         if command.startswith("shardrules "):
-            printed = _command_output(page, command, int(block.markers.get("exit", "0")))
+            result = invoke(*shlex.split(command, comments=True)[1:])
+            printed = result.output
+            assert result.exit_code == int(block.markers.get("exit", "0")), f"{page}: {command}\n{printed}"
             lines = [line.rstrip() for line in printed.splitlines()]
             for line in shown:
                 assert line.rstrip() in [*lines, "", "..."], f"{page}: {command}\n{printed}"
@@ -173,12 +165,6 @@ def commands(block: Block) -> Iterator[tuple[str, list[str]]]:
     for one in re.split(r"^\$ ", block.code, flags=re.M)[1:]:
         command, *shown = one.replace("\\\n", "").splitlines()
         yield command, shown
-
-
-def _command_output(page: str, command: str, exit_code: int) -> str:
-    result = invoke(*shlex.split(command, comments=True)[1:])
-    assert result.exit_code == exit_code, f"{page}: {command}\n{result.output}"
-    return result.output
 
 
 @contextlib.contextmanager

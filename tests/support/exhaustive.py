@@ -1,22 +1,17 @@
 """Every pattern up to a size, on every text up to a length, against `re`.
 
-The size of a pattern is the number of its atoms, anchors, repeats, groups and bars. Patterns are
-tried alone and in lists of two and of five; what a list must choose follows from what `re` says of
-each pattern, so `re` searches each text for each pattern once.
+The size of a pattern is the number of its atoms, anchors, repeats, groups and bars.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from itertools import chain, product
 from typing import NamedTuple
 
-import numpy as np
-
-from tests.support.engines import NFA, NO_RULE, Engine, Outcome, Rule, differences, first_match, flat_walk, reproducer
+from tests.support.engines import NFA, differences
 from tests.support.random_patterns import compiles
 
 
@@ -73,8 +68,6 @@ SCOPED = Grammar(
 )
 # As in a checkpoint: the walk resumes long names where they differ from the one before.
 LONG_NAMES = CORE._replace(lead=33 * "#")
-# One round is enough: paths that begin alike make their states soon.
-ENGINES: dict[str, Engine] = {"walk": flat_walk, "nfa": partial(first_match, **NFA)}
 
 
 class Share(NamedTuple):
@@ -96,57 +89,19 @@ def shares(size: int, count: int) -> list[Share]:
     return [Share(*part, number, count) for part in parts for number in range(count)]
 
 
-def check(share: Share) -> Outcome:
-    """Compares a share with `re`. A case is a rule list and a text."""
-    texts = _texts(share.grammar)
-    strangers = list(_searched_rules(share, texts))
-    # Neighbours in alphabetical order begin alike, and share states.
-    kin = sorted(strangers, key=lambda searched: repr(searched.rule))
-    outcome = Outcome()
-    for rules, length, engine in (
-        (strangers, 1, "walk"),
-        (strangers, 1, "nfa"),
-        (strangers, 2, "walk"),
-        (strangers, 5, "nfa"),
-        (kin, 5, "walk"),
-    ):
-        for start in range(0, len(rules), length):
-            outcome.differences += _differences(rules[start : start + length], texts, engine)
-            outcome.cases += len(texts)
-    for start in range(0, len(kin), 50):
-        rules = [searched.rule for searched in kin[start : start + 5]]
-        outcome.differences += differences(rules, texts[start % 7 :: 7])
-    return outcome
-
-
-class _SearchedRule(NamedTuple):
-    rule: Rule
-    found: np.ndarray
-    """For each text, whether `re` finds the rule in it."""
-
-
-def _searched_rules(share: Share, texts: list[str]) -> Iterator[_SearchedRule]:
+def check(share: Share) -> list[str]:
+    """Compares a share with `re`, in lists of five; what differs."""
     grammar, size, (inline, flag), number, count = share
-    for pattern in _shuffled_patterns(grammar, size)[number::count]:
-        compiled = compiles(inline + pattern, flag)
-        if compiled is not None:
-            found = np.array([compiled.search(text) is not None for text in texts])
-            yield _SearchedRule(compiled if flag else compiled.pattern, found)
-
-
-def _differences(rules: list[_SearchedRule], texts: list[str], engine: str) -> Iterator[str]:
-    found = np.array([searched.found for searched in rules])
-    expected = np.where(found.any(axis=0), found.argmax(axis=0), NO_RULE)
-    patterns = [searched.rule for searched in rules]
-    chosen = np.array(ENGINES[engine](patterns, texts))
-    for at in np.flatnonzero(chosen != expected):
-        answers = {"re": _or_none(expected[at]), engine: _or_none(chosen[at])}
-        options = NFA if engine == "nfa" else {}
-        yield reproducer(patterns, f"first_match({texts[at]!r})", answers, options)
-
-
-def _or_none(rule: int) -> int | None:
-    return None if rule == NO_RULE else rule
+    compiled = (compiles(inline + pattern, flag) for pattern in _shuffled_patterns(grammar, size)[number::count])
+    rules = [one if flag else one.pattern for one in compiled if one is not None]
+    assert rules
+    # Neighbours in alphabetical order begin alike, and share states.
+    return [
+        line
+        for ordered, options in ((rules, {}), (sorted(rules, key=repr), {}), (rules, NFA))
+        for start in range(0, len(rules), 5)
+        for line in differences(ordered[start : start + 5], _texts(grammar), **options)
+    ]
 
 
 @cache

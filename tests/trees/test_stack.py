@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._core import aligned_values
 from tests.support.slow import slow
+from tests.support.trees import Block, Pair, WithKeys
 
 DEPTHS = [20, 50, 90, 130, 180, 250, 350, 500, 700, 1000, 1400, 1600, 3000]
 LEAF = jax.ShapeDtypeStruct((4, 8), "float32")
@@ -33,28 +34,11 @@ KEYSTR_RULES = sr.Rules(RULES, sr.dialects.KEYSTR)
 
 @tree_util.register_dataclass
 @dataclasses.dataclass
-class Fields:
-    a: Any
-    x: Any
-
-
-@tree_util.register_dataclass
-@dataclasses.dataclass
 class Called:
     a: Any
 
     def __post_init__(self):
         self.made = True
-
-
-class Flattened:
-    def __init__(self, a: Any):
-        self.a = a
-
-
-tree_util.register_pytree_with_keys(
-    Flattened, lambda node: ([(tree_util.GetAttrKey("a"), node.a)], None), lambda _, children: Flattened(*children)
-)
 
 
 class Property:
@@ -67,18 +51,17 @@ class Property:
         return tuple(sorted([8, 4], key=lambda size: int(str(size))))
 
 
-Named = namedtuple("Named", ["a"])
 NODES: dict[str, Callable[[Any], Any]] = {
     "dict": lambda child: {"a": child, "x": LEAF},
     "large dict": lambda child: {"a": child} | {f"x{i}": LEAF for i in range(9)},
     "list": lambda child: [child],
     "tuple": lambda child: (LEAF, child),
-    "namedtuple": Named,
+    "namedtuple": lambda child: Pair(child, LEAF),
     "OrderedDict": lambda child: OrderedDict(a=child),
     "defaultdict": lambda child: defaultdict(list, a=child),
-    "fields": lambda child: Fields(child, LEAF),
+    "fields": lambda child: Block(child, LEAF),
     "called": Called,
-    "flattened": Flattened,
+    "flattened": WithKeys,
 }
 WALKS: dict[str, Callable[[Any], Any]] = {
     "match": RULES.match,
@@ -119,6 +102,13 @@ def all_walks(trees: dict[str, dict[int, Any]]) -> None:
     print("beside", "list", answered(beside, rows), sep=": ", flush=True)
 
 
+def on_a_stack_of(kib: int, act: Callable[[], None]) -> None:
+    threading.stack_size(kib << 10)
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()
+
+
 @pytest.mark.parametrize("kib", [256, slow(512), slow(1024), slow(8192)])
 def test_a_deep_tree_on_a_small_stack_does_not_crash(kib):
     run = subprocess.run(
@@ -141,23 +131,17 @@ def test_a_deep_tree_on_a_small_stack_does_not_crash(kib):
 
 def say_the_error():
     """Print the error of a thread with a small stack; the main thread matches the tree."""
-    tree = jax.ShapeDtypeStruct((4,), "float32")
-    for _ in range(900):
-        tree = {"a": tree}
-    rules = sr.Rules([(".*", P("tp"))])
+    tree = nested(NODES["dict"], 900)
 
     def walk():
         try:
-            rules.match(tree)
+            RULES.match(tree)
         except RecursionError as error:
             print(error, *error.__notes__, sep="\n")
-        assert rules.match({"a": jax.ShapeDtypeStruct((4,), "float32")}) == {"a": P("tp")}
+        assert RULES.match({"x": LEAF}) == {"x": P("tp")}
 
-    threading.stack_size(512 << 10)
-    thread = threading.Thread(target=walk)
-    thread.start()
-    thread.join()
-    assert rules.match(tree)
+    on_a_stack_of(512, walk)
+    assert RULES.match(tree)
 
 
 def test_the_error_names_the_stack():
@@ -175,8 +159,5 @@ if __name__ == "__main__":
     # Freed by the main thread: CPython's own defaultdict is freed level by level on the C stack.
     made = {kind: {depth: nested(node, depth) for depth in DEPTHS} for kind, node in NODES.items()}
     made["property"] = {depth: nested(NODES["dict"], depth, Property()) for depth in DEPTHS}
-    threading.stack_size(int(sys.argv[1]) << 10)
-    thread = threading.Thread(target=all_walks, args=[made])
-    thread.start()
-    thread.join()
+    on_a_stack_of(int(sys.argv[1]), lambda: all_walks(made))
     print("done")
