@@ -47,7 +47,6 @@ NOT_ON_JAX_0_7 = {
     "test_flax_core.py::test_axes_of_nnx": "metadata of Variables are others in flax 0.12.0",
     "test_flax_linen_spmd.py::test_boxes": "metadata of Variables are others in flax 0.12.0",
     "test_derive.py::test_optimizer_sharding_of_flax": "flax 0.12.0 has no optimizer_sharding",
-    "test_gradients.py::TestExplicit": "gradients of Explicit axes have other shardings",
     "test_logical_plans.py::TestWhereNamesComeFrom::test_variables_of": "Variables of flax 0.12.0",
     "test_logical_plans.py::TestWhereNamesComeFrom::test_rules_of": "Variables of flax 0.12.0",
 }

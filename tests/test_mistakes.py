@@ -160,6 +160,8 @@ OF_PLANS = {
 OF_PLACEMENT = {
     "no rule for a leaf": (lambda: sr.shard(ARRAYS, [("wq", ("fsdp",))], MESH), "embed  shape (1024, 512)", "('.*', PartitionSpec())"),
     "shapes for shard": (lambda: sr.shard(TREE, RULES, MESH), "ShapeDtypeStruct", "jax.jit(init, out_shardings=plan.shardings())"),
+    "text for shard": (lambda: sr.shard({"a": {"w": "text"}, "n": 3}, RULES, MESH), "leaf ['a']['w'] is 'text' (a str)", "take it out of the tree"),
+    "a flag alone": (lambda: sr.shard({"w": True}, RULES, MESH), "leaf ['w'] is True", "only arrays and numbers can be placed"),
     "shapes for gather": (lambda: sr.gather(TREE), "ShapeDtypeStruct", "give the arrays themselves"),
     "sizes for shard": (lambda: sr.shard(ARRAYS, RULES, SIZES), "AbstractMesh('fsdp': 2, 'tp': 4", ".reshape(2, 4), ('fsdp', 'tp'))"),
     "rules before arrays": (lambda: sr.shard(RULES, ARRAYS, MESH), "rules, tree, mesh", "write shard(tree, rules, mesh)"),

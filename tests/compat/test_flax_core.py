@@ -278,15 +278,6 @@ def class_options(meta):
     return Keywords(1, ("a",), extra=2).extra, outcome(Keywords, 1, ("a",), None, 2)
 
 
-def wrapped_init(meta):
-    def init(key, *, scale):
-        """An initializer."""
-        return key * scale
-
-    wrapped = meta.with_partitioning(init, ("a",), MESH)
-    return wrapped.__name__, described(wrapped(2, scale=3))
-
-
 CALLS = []
 
 
@@ -308,7 +299,7 @@ def box_of_the_users_own(meta):
     return answers, outcome(meta.AxisMetadata)
 
 
-BOTH_ALIKE = [subclass, own_partition_name, class_options, wrapped_init, box_of_the_users_own]
+BOTH_ALIKE = [subclass, own_partition_name, class_options, box_of_the_users_own]
 
 
 @pytest.mark.parametrize("answer", BOTH_ALIKE)

@@ -78,35 +78,10 @@ def test_same_plan_and_same_bits(processes, devices, tmp_path):
 
 
 few_and_many = pytest.mark.parametrize("processes", [2, slow(4)])
-# What one process does wrong, and how its own error starts.
-FAILURES = {
-    "no rule": "ValueError: Partition rule not found",
-    "no array": "TypeError: the leaf ['b'] is 'text'",
-    "no mesh": "ValueError: no mesh",
-    "another tree of shardings": "ValueError: rules: the tree of specs does not fit",
-    "constraint": "ValueError: Partition rule not found",
-    "gather": "ValueError: no gathering",
-    "SystemExit": "SystemExit: 3",
-    "KeyboardInterrupt": "KeyboardInterrupt",
-}
-# What one process does otherwise: where, what the others have there, and what it has.
-PLACED = "float32[8, 8] for P('fsdp', None) on fsdp={n},sp=2,tp=2"
-VECTOR = "float32[8] for P() on fsdp={n},sp=2,tp=2"
-DIFFERENCES = {
-    "rule": ("['a']", PLACED, "float32[8, 8] for P('tp', None) on fsdp={n},sp=2,tp=2"),
-    "axes": ("['a']", PLACED, "float32[8, 8] for P('fsdp', None) on sp={n},tp=2,fsdp=2"),
-    "devices": ("the order of the mesh's devices", "{order}", "{backwards}"),
-    "shape": ("['b']", VECTOR, "float32[16] for P() on fsdp={n},sp=2,tp=2"),
-    "dtype": ("['b']", VECTOR, "int32[8] for P() on fsdp={n},sp=2,tp=2"),
-    "x64": ("['b']", VECTOR, "float64[8] for P() on fsdp={n},sp=2,tp=2"),
-    "weak type": ("['b']", VECTOR, "float32[8] weakly typed for P() on fsdp={n},sp=2,tp=2"),
-    "global": ("['a']", PLACED, "float32[8, 8] spread as P('fsdp', None) on fsdp={n},sp=2,tp=2 for"),
-    "empty tree": ("leaf 0 of the tree", "['a'] " + PLACED, "no such leaf"),
-    "no specs": ("['a']", PLACED, "float32[8, 8], which stays"),
-    "memory": ("['a']", PLACED, "float32[8, 8] for P('fsdp', None) memory=pinned_host on fsdp={n}"),
-    "axis types": ("['a']", PLACED, PLACED + " Explicit=fsdp,sp,tp"),
-}  # fmt: skip
-CALLS = {"another function": "with_sharding_constraint", "gathered": "gather"}
+MESH = process_worker.make_mesh()
+FAILURES = process_worker.failures(MESH)
+DIFFERENCES = process_worker.differences(MESH, None)
+CALLS = process_worker.calls_of_others(MESH, None)
 
 
 @few_and_many
@@ -171,10 +146,10 @@ def check_audits(audited, index):
 def check_error(error, odd, case, index, devices):
     """That `error` is what the process of this index has to get."""
     if case in FAILURES and odd in (None, index):
-        assert error.startswith(FAILURES[case])
+        assert error.startswith(FAILURES[case][1])
     elif case in FAILURES:
         failed = f"RuntimeError: shard: process {odd} failed before anything was done: "
-        assert error.startswith(failed + FAILURES[case])
+        assert error.startswith(failed + FAILURES[case][1])
     else:
         assert error.endswith(f"; this is process {index}")
         for text in differing(case, odd, devices):
@@ -184,9 +159,9 @@ def check_error(error, odd, case, index, devices):
 def differing(case, odd, devices):
     """What the message has to say of process 0, and of the first that differs from it."""
     if case in CALLS:
-        zero, one = (CALLS[case], "shard") if odd == 0 else ("shard", CALLS[case])
+        zero, one = (CALLS[case][1], "shard") if odd == 0 else ("shard", CALLS[case][1])
         return [f"processes make different calls: process 0 calls {zero}, and process", f" {one};"]
-    where, *texts = DIFFERENCES[case]
+    _, where, *texts = DIFFERENCES[case]
     fields = {
         "n": len(devices) // 4,
         "order": " ".join(map(str, devices)),

@@ -12,40 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._base.rule_specs import LibraryCorrection
 from shardrules._rules.rules import matcher_of
-from tests.support import corpus
-from tests.support.slow import MODELS
-
-MESHES = [{"dp": 2, "fsdp": 8, "ep": 4, "tp": 4, "sp": 2}, {"fsdp": 3, "tp": 7}, {"tp": 64}]
-
-
-def plainly_corrected(spec, shape, sizes):
-    """eformer's correction, restated: a dimension keeps all its axes or none."""
-    entries = []
-    for dim, entry in enumerate(tuple(spec)[: len(shape)]):
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        fits = all(axis in sizes for axis in axes)
-        parts = int(np.prod([sizes[axis] for axis in axes])) if fits else 0
-        entries.append(entry if fits and shape[dim] % parts == 0 else None)
-    entries += [None] * (len(shape) - len(entries))
-    return P(*entries) if any(entry is not None for entry in entries) else P()
-
-
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-@pytest.mark.parametrize("rule_set", corpus.regex_rule_sets()[::20])
-@pytest.mark.parametrize("model", MODELS[::8])
-def test_real_rules_on_real_models(model, rule_set, sizes):
-    tree = corpus.manifest(model).flat(corpus.abstract)
-    rules = sr.Rules([*corpus.rules(rule_set), (".*", P())])
-    dropping = LibraryCorrection(absent="drop")
-    shardings = sr.named_shardings(tree, sr.Rules(rules, correction=dropping), sizes)
-    specs = rules.match(tree)
-    assert list(shardings) == list(tree)
-    for path, leaf in tree.items():
-        assert shardings[path].spec == plainly_corrected(specs[path], leaf.shape, sizes), path
-    distinct = {sharding.spec for sharding in shardings.values()}
-    assert len({id(sharding) for sharding in shardings.values()}) == len(distinct)
 
 
 def test_rules_bound_to_meshes_are_remembered_and_let_go():

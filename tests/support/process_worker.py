@@ -201,55 +201,68 @@ TREE = {"a": MATRIX, "b": np.arange(8, dtype="float32")}
 RULES_OF_TREE = [("a", P("fsdp")), ("b", P())]
 
 
-def failures(mesh):
-    """{case: what the odd process does, where all others place the tree}."""
+def sharding(mesh):
+    """Makes calls of `shard` that place the tree, but for what is said otherwise."""
 
     def shard(tree=TREE, specs=RULES_OF_TREE, on_mesh=mesh):
         return lambda: sr.shard(tree, specs, on_mesh)
 
+    return shard
+
+
+def failures(mesh):
+    """{case: (what the odd process does, where all others place the tree; how its own error starts)}."""
+    shard, another = sharding(mesh), {"a": NamedSharding(mesh, P("fsdp"))}
     return {
-        "no rule": shard(specs=RULES_OF_TREE[:1]),
-        "no array": shard({**TREE, "b": "text"}),
-        "no mesh": shard(on_mesh=None),
-        "another tree of shardings": shard(specs={"a": NamedSharding(mesh, P("fsdp"))}, on_mesh=None),
-        "constraint": lambda: sr.with_sharding_constraint(TREE, RULES_OF_TREE[:1], mesh),
-        "gather": lambda: sr.gather(Raises(ValueError("no gathering\nhere"))),
-        "SystemExit": shard({**TREE, "b": Raises(SystemExit(3))}),
-        "KeyboardInterrupt": shard({**TREE, "b": Raises(KeyboardInterrupt())}),
-    }
+        "no rule": (shard(specs=RULES_OF_TREE[:1]), "ValueError: Partition rule not found"),
+        "no array": (shard({**TREE, "b": "text"}), "TypeError: the leaf ['b'] is 'text'"),
+        "no mesh": (shard(on_mesh=None), "ValueError: no mesh"),
+        "another tree": (shard(specs=another, on_mesh=None), "ValueError: rules: the tree of specs does not fit"),
+        "constraint": (
+            lambda: sr.with_sharding_constraint(TREE, RULES_OF_TREE[:1], mesh), "ValueError: Partition rule not found"),
+        "gather": (lambda: sr.gather(Raises(ValueError("no gathering\nhere"))), "ValueError: no gathering"),
+        "SystemExit": (shard({**TREE, "b": Raises(SystemExit(3))}), "SystemExit: 3"),
+        "KeyboardInterrupt": (shard({**TREE, "b": Raises(KeyboardInterrupt())}), "KeyboardInterrupt"),
+    }  # fmt: skip
+
+
+PLACED = "float32[8, 8] for P('fsdp', None) on fsdp={n},sp=2,tp=2"
+VECTOR = "float32[8] for P() on fsdp={n},sp=2,tp=2"
 
 
 def differences(mesh, placed):
-    """{case: what the odd process does, where all others place the tree}."""
-    axes, order = mesh.axis_names, jax.devices()
-    spread = NamedSharding(mesh, P("fsdp"))
-
-    def shard(tree=TREE, specs=RULES_OF_TREE, on_mesh=mesh):
-        return lambda: sr.shard(tree, specs, on_mesh)
+    """{case: (what the odd process does, where all others place the tree; where, what they have there, and it)}."""
+    axes, order, shard = mesh.axis_names, jax.devices(), sharding(mesh)
+    host = NamedSharding(mesh, P("fsdp"), memory_kind="pinned_host")
+    explicit = Mesh(mesh.devices, axes, axis_types=(jax.sharding.AxisType.Explicit,) * len(axes))
 
     def with_x64():
         with enable_x64(True):
             return sr.shard({**TREE, "b": TREE["b"].astype("float64")}, RULES_OF_TREE, mesh)
 
-    found = {
-        "rule": shard(specs=[("a", P("tp")), ("b", P())]),
-        "axes": shard(on_mesh=make_mesh(("sp", "tp", "fsdp"))),
-        "devices": shard(on_mesh=make_mesh(devices=order[::-1])),
-        "shape": shard({**TREE, "b": np.ones(16, "float32")}),
-        "dtype": shard({**TREE, "b": np.ones(8, "int32")}),
-        "x64": with_x64,
-        "weak type": shard({**TREE, "b": jnp.full(8, 2.0)}),
-        "global": shard({**TREE, "a": placed}),
-        "empty tree": shard({}),
-        "no specs": shard(specs=None),
-        "another function": lambda: sr.with_sharding_constraint(TREE, RULES_OF_TREE, mesh),
-        "gathered": lambda: sr.gather(placed),
+    return {
+        "rule": (shard(specs=[("a", P("tp")), ("b", P())]), "['a']", PLACED, PLACED.replace("fsdp'", "tp'")),
+        "axes": (shard(on_mesh=make_mesh(("sp", "tp", "fsdp"))), "['a']", PLACED, PLACED.replace("fsdp={n},sp=2,tp=2", "sp={n},tp=2,fsdp=2")),
+        "devices": (
+            shard(on_mesh=make_mesh(devices=order[::-1])), "the order of the mesh's devices", "{order}", "{backwards}"),
+        "shape": (shard({**TREE, "b": np.ones(16, "float32")}), "['b']", VECTOR, VECTOR.replace("[8]", "[16]")),
+        "dtype": (shard({**TREE, "b": np.ones(8, "int32")}), "['b']", VECTOR, VECTOR.replace("float", "int")),
+        "x64": (with_x64, "['b']", VECTOR, VECTOR.replace("32", "64")),
+        "weak type": (shard({**TREE, "b": jnp.full(8, 2.0)}), "['b']", VECTOR, VECTOR.replace("] for", "] weakly typed for")),
+        "global": (shard({**TREE, "a": placed}), "['a']", PLACED, PLACED.replace("for", "spread as") + " for"),
+        "empty tree": (shard({}), "leaf 0 of the tree", "['a'] " + PLACED, "no such leaf"),
+        "no specs": (shard(specs=None), "['a']", PLACED, "float32[8, 8], which stays"),
+        "memory": (shard(specs={"a": host, "b": NamedSharding(mesh, P())}), "['a']", PLACED, PLACED.replace(" on", " memory=pinned_host on")),
+        "axis types": (shard(on_mesh=explicit), "['a']", PLACED, PLACED + " Explicit=fsdp,sp,tp"),
+    }  # fmt: skip
+
+
+def calls_of_others(mesh, placed):
+    """{case: (what the odd process calls, where all others call `shard`; its name)}."""
+    return {
+        "constrained": (lambda: sr.with_sharding_constraint(TREE, RULES_OF_TREE, mesh), "with_sharding_constraint"),
+        "gathered": (lambda: sr.gather(placed), "gather"),
     }
-    host = spread.with_memory_kind("pinned_host")
-    found["memory"] = shard(specs={"a": host, "b": NamedSharding(mesh, P())})
-    types = (jax.sharding.AxisType.Explicit,) * len(axes)
-    found["axis types"] = shard(on_mesh=Mesh(mesh.devices, axes, axis_types=types))
-    return found
 
 
 def raised(call):
@@ -275,11 +288,15 @@ def disagree():
 
     placed, found = place(), []
     for odd in (0, 1):
-        for case, call in {**failures(mesh), **differences(mesh, placed)}.items():
+        for case, (call, *_) in {
+            **failures(mesh),
+            **differences(mesh, placed),
+            **calls_of_others(mesh, placed),
+        }.items():
             error = raised(call if me == odd else place)
             found.append([odd, case, error, has_own_parts(place())])
     # All alike: an error of each, or none.
-    for case, call in failures(mesh).items():
+    for case, (call, _) in failures(mesh).items():
         found.append([None, case, raised(call), has_own_parts(place())])
     audited = {case: outcome(call) for case, call in audits(mesh, placed).items()}
     assert sr.shard({}, RULES_OF_TREE, mesh) == {}
