@@ -40,7 +40,6 @@ def test_the_text_is_written_as_it_is(tmp_path):
     assert path.read_text() == "a name that is a str"
 
 
-
 def test_a_link_stays_and_its_target_is_replaced(tmp_path):
     (tmp_path / "there").mkdir()
     target, link = tmp_path / "there" / "target", tmp_path / "link"
@@ -204,7 +203,6 @@ def test_what_interrupts_leaves_the_old_file_alone(tmp_path, error, at):
     assert os.listdir(tmp_path) == ["x"]
 
 
-
 def test_a_full_disk_leaves_the_old_file_alone(tmp_path):
     """/dev/full has the error; a limit on the size of files has it in the midst of the writing."""
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
@@ -229,7 +227,6 @@ def test_where_no_file_can_be(tmp_path, name):
     with pytest.raises(OSError, match="directory: ") as info:
         write_text(tmp_path / name, "x")
     assert info.value.filename == str(tmp_path / name)
-
 
 
 def test_locks_and_reports_are_written_so(tmp_path):

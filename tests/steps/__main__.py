@@ -16,7 +16,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 def main(group: str, name: str = "", is_clean: bool = False) -> None:
     """Print a row for each step, and what is told of each fault."""
     import shardrules as sr
-    from tests.steps.score import cost, score, steps, warnings
+    from tests.steps.score import cost, score, warnings
+    from tests.steps.table import steps
 
     selected = [step for step in steps(group) if name in step.name]
     if is_clean:

@@ -10,31 +10,17 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from tests.steps.blocks import attend, rms_norm
-from tests.steps.model import Case, Fault, abstract, arrays, case_of, faults, serving_step, stacked
-from tests.steps.score import Built, Step
-
-_HEADS: Final = P("data", None, "tp")
-
+from tests.steps.model import Case, abstract, arrays, case_of, serving_step, stacked
+from tests.steps.table import Built, Row, Rules
 
 # A scan over words
 
-_SCAN_PLACES: Final = {
-    **dict.fromkeys(("batch", "residual"), P("data")),
-    **dict.fromkeys(("written", "heads", "mixed", "hidden", "logits"), _HEADS),
-    "cache": P(None, *_HEADS),
-}
 
-
-def _scan(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> Built:
+def _scan(row: Row, rules: Rules = (), **fault: Any) -> Built:
     """Decode four words."""
-    case = case_of({"data": 2, "tp": 4}, _SCAN_PLACES, places, wrong, told)
-    cut, rows, length, width, inner, queries, keys, size = case.cut, 32, 256, 256, 1024, 8, 4, 32
-    kernels: dict[str, Any] = {"q": (width, queries, size), "o": (queries, size, width)}
-    kernels |= dict.fromkeys("kv", (width, keys, size))
-    kernels |= {"up": (width, inner), "down": (inner, width)}
-    tables = arrays({"embed": (1024, width), "head": (width, 1024)})
-    rules = [*rules, ("/[qkv]$|up", P(None, None, "tp")), ("/o$|down|head", P(None, "tp")), ("embed", P())]
-    plan = sr.plan({**tables, "layers": stacked(3, kernels)}, rules, case.mesh)
+    case = case_of(row, **fault)
+    cut, rows, length, queries, keys, size = case.cut, 32, 256, 8, 4, 32
+    plan = sr.plan(row.shapes, [*rules, *row.rules], case.mesh)
     caches = arrays(dict.fromkeys("kv", (3, rows, length, keys, size)))
     cached = sr.plan(caches, [("", case.place("cache"))], case.mesh)
 
@@ -78,49 +64,8 @@ def _scan(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> Bu
     return serving_step(case, decode, plan, cached, batch, 1)
 
 
-_SCAN_FAULTS: Final[dict[str, Fault]] = {
-    **faults(
-        "the cache is not donated", "the cache is gathered as bfloat16", "logits are whole", "the residual is whole",
-        "hidden is whole",
-    ),
-    "the cache is whole over tp": {"cache": P(None, "data"), "written": P("data")},
-    "the cache is whole over the batch": {
-        "cache": P(None, None, None, "tp"), "written": P(None, None, "tp"),
-    },
-    "the cache is whole": {"cache": P(), "written": P()},
-    "the cache is cut over its length": {"cache": P(None, "data", "tp"), "written": P("data", "tp")},
-    "the cache is constrained to be whole inside": {"written": P("data")},
-    "the cache is constrained to be whole over the batch inside": {"written": P(None, None, "tp")},
-    "keys and values are gathered to be used": {"used": P("data")},
-    "keys and values are used whole": {"used": P()},
-    "keys and values are cut over the length to be used": {"used": P("data", "tp")},
-    "heads are whole": dict.fromkeys(("heads", "mixed"), P("data")),
-    "heads are whole over the batch": dict.fromkeys(("heads", "mixed"), P(None, None, "tp")),
-    "the cache is cut over the size of heads": {
-        "cache": P(None, "data", None, None, "tp"), "written": P("data", None, None, "tp"),
-    },
-    "kernels are gathered": {"kernels": P()},
-    "the kernel of up is cut as that of down": {"rules": [("up", P(None, "tp"))]},
-    "the output of attention is cut by columns": {"rules": [("/o$", P(None, None, None, "tp"))]},
-    "logits are whole over tp": {"logits": P("data")},
-    "the head is cut as that of a row": {"rules": [("head", P("tp"))]},
-    "logits of all words are returned": {"told": "logits"},
-    # These look wrong.
-    **faults(
-        "the cache is written by a mask", "the cache is shifted", "keys are repeated for queries", "no out_shardings",
-    ),
-    "words come in whole": {"batch": P()},
-    "no constraints": dict.fromkeys(("written", "heads", "mixed", "hidden", "residual", "logits")),
-}  # fmt: skip
-
-
 # A prompt, then a loop over words, with int8 weights
 
-_INT8_PLACES: Final = {
-    **dict.fromkeys(("batch", "residual"), P("data")),
-    **dict.fromkeys(("heads", "logits"), _HEADS),
-    "cache": P(None, *_HEADS),
-}
 _WIDTH: Final = 512
 _KERNELS: Final = {
     "q": (_WIDTH, 512), "k": (_WIDTH, 256), "v": (_WIDTH, 256), "o": (512, _WIDTH),
@@ -146,9 +91,9 @@ def _product(case: Case, x: Any, weight: Any) -> Any:
     return (x @ weight["q8"].astype(x.dtype)) * weight["scale"]
 
 
-def _int8(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> Built:
+def _int8(row: Row, rules: Rules = (), **fault: Any) -> Built:
     """Prefill a prompt, then decode greedily in a loop."""
-    case = case_of({"data": 2, "tp": 4}, _INT8_PLACES, places, wrong, told)
+    case = case_of(row, **fault)
     cut, rows, prompt, length, queries, keys, size = case.cut, 16, 64, 512, 8, 4, 64
     held = queries if case.has("keys and values are repeated before the cache") else keys
 
@@ -192,7 +137,7 @@ def _int8(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> Bu
             whole = {n: layers[n]["q8"].astype(x.dtype) * layers[n]["scale"][:, None] for n in _KERNELS}
             layers = {**layers, **{name: {"w": w} for name, w in whole.items()}}
         x, (k, v, states) = jax.lax.scan(layer, x, (layers, cache["k"], cache["v"]))
-        x = x if told == "scores" else x[:, -1:]
+        x = x if case.told == "scores" else x[:, -1:]
         scores = cut(_product(case, rms_norm(x, weights["norm"]), weights["head"]), "logits")
         return {"k": k, "v": v}, scores[:, -1], states, case.keep(scores, "scores")
 
@@ -212,63 +157,19 @@ def _int8(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> Bu
         cache = jax.tree.map(lambda x: x.astype("bfloat16"), cache) if is_cast else cache
         return cache, out, states, everything
 
-    rules = [
-        *rules,
-        ("embed|head/scale", P("tp")),
-        ("head/q8", P(None, "tp")),
-        ("norm|(o|down)/scale", P()),
-        ("(/o|down)/q8", P(None, "tp")),
-        ("q8", P(None, None, "tp")),
-        ("scale", P(None, "tp")),
-    ]
-    plan = sr.plan(_int8_weights(), rules, case.mesh)
+    plan = sr.plan(_int8_weights(), [*rules, *row.rules], case.mesh)
     shapes = arrays(dict.fromkeys("kv", (2, rows, length, held, size)))
     cache = sr.plan(shapes, [("[kv]", case.place("cache"))], case.mesh)
     tokens = abstract(case.mesh, case.place("batch") or P(), (rows, prompt))
     return serving_step(case, generate, plan, cache, tokens, 3)
 
 
-_INT8_FAULTS: Final[dict[str, Fault]] = {
-    **faults(
-        "the cache is not donated", "all layers are dequantized before the scan",
-        "keys and values are repeated before the cache", "the cache comes out in another dtype",
-    ),
-    "the cache is gathered over tp where it is read": {"read": P("data")},
-    "the cache is gathered over data where it is read": {"read": P(None, None, "tp")},
-    "the cache is whole over tp": {"cache": P(None, "data")},
-    "the cache is whole over data": {"cache": P(None, None, None, "tp")},
-    "the cache is cut over its positions instead of heads": {"cache": P(None, "data", "tp")},
-    "the new cache is constrained to positions": {"written": P("data", "tp")},
-    "weights are dequantized, then gathered": {"dequantized": P()},
-    "logits of each position are gathered": {"told": "scores", "logits": P("data")},
-    "the output projection is cut by columns": {"rules": [("/o/q8", P(None, None, "tp"))]},
-    "the residual is cut over tp after each layer": {"residual": _HEADS},
-    "residual whole over data": {"residual": P()},
-    "heads are gathered before attention": {"heads": P("data")},
-    "the mask is materialized": {"mask": P()},
-    "the last logits are gathered": {"logits": P("data")},
-    "each layer's states are returned": {"told": "states"},
-    "the embedding table is gathered": {"table": P()},
-    # These look wrong.
-    **faults("no out_shardings"),
-    "the prompt comes in whole": {"batch": P()},
-    "logits of each position are returned as they are cut": {"told": "scores"},
-}  # fmt: skip
-
-
 # Chunks of prompts, into pages
 
-_CHUNK: Final = P("dp", None, None, "tp")
-_CHUNK_PLACES: Final = {
-    **dict.fromkeys(("heads", "read", "written", "hidden", "logits"), _CHUNK),
-    **dict.fromkeys(("batch", "residual"), P("dp")),
-    "cache": P(None, "dp", None, None, "tp"),
-}
 
-
-def _chunk(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> Built:
+def _chunk(row: Row, rules: Rules = (), **fault: Any) -> Built:
     """Read a chunk of a prompt in each slot into pages of a cache, and guess what comes next."""
-    case = case_of({"dp": 2, "tp": 4}, _CHUNK_PLACES, places, wrong, told)
+    case = case_of(row, **fault)
     cut, layers, width, inner, heads, keys, size = case.cut, 4, 256, 1024, 8, 4, 32
     groups, slots, pages, page = 2, 8, 16, 16  # of a group of slots on dp; of a slot; tokens
     kernels: dict[str, Any] = dict.fromkeys("kv", (width, keys, size))
@@ -276,14 +177,7 @@ def _chunk(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> B
     kernels |= {"gate": (width, inner), "up": (width, inner), "down": (inner, width)}
     kernels |= dict.fromkeys(("norm1", "norm2"), (width,))
     tables = arrays({"embed": (4096, width), "head": (width, 4096)}, "bfloat16")
-    rules = [
-        *rules,
-        ("norm", P()),
-        ("embed", P("tp")),
-        ("head|/o$|down", P(None, "tp")),
-        ("/[qkv]$|gate|up", P(None, None, "tp")),
-    ]
-    plan = sr.plan({**tables, "layers": stacked(layers, kernels, "bfloat16")}, rules, case.mesh)
+    plan = sr.plan({**tables, "layers": stacked(layers, kernels, "bfloat16")}, [*rules, *row.rules], case.mesh)
     shape = (layers, groups, slots * pages, page, keys, size)
     cache = sr.plan(arrays(dict.fromkeys("kv", shape), "bfloat16"), [("", case.place("cache"))], case.mesh)
 
@@ -359,7 +253,7 @@ def _chunk(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> B
         cache = jax.tree.map(lambda pool: pool.astype("bfloat16"), cache)
         kept = case.keep(states, "states")
         case.asked.add("chances")
-        if told == "chances":
+        if case.told == "chances":
             kept = jax.lax.with_sharding_constraint(jax.nn.softmax(scores), P())
         return cache, scores, best, kept
 
@@ -370,43 +264,4 @@ def _chunk(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> B
         return serving_step(case, serve, plan, cache, batch, 3)
 
 
-_CHUNK_FAULTS: Final[dict[str, Fault]] = {
-    **faults(
-        "keys and values are repeated for queries", "the cache is widened", "pages are looked up in all groups",
-        "layers are unrolled and their caches stacked", "logits of all tokens of the chunk are computed",
-        "the greedy token is a top_k of one", "the greedy token is of sorted logits", "the cache is not donated",
-        "states of each layer are returned", "the residual is whole", "logits are whole", "noise is whole",
-    ),
-    "chances are returned whole": {"told": "chances"},
-    "no constraints": dict.fromkeys(("heads", "read", "written", "hidden", "logits", "residual")),
-    "the cache is planned whole over tp": {"cache": P(None, "dp")},
-    "the cache is planned whole over dp": {"cache": P(None, None, None, None, "tp")},
-    "the cache is planned over pages": {"cache": P(None, "dp", "tp")},
-    "the cache is planned over places in pages": {"cache": P(None, "dp", None, "tp")},
-    "the cache is planned over layers": {"cache": P("dp", None, None, None, "tp")},
-    "pages are read whole over tp": {"read": P("dp")},
-    "pages are read whole over dp": {"read": P(None, None, None, "tp")},
-    "pages are read cut over tokens": {"read": P("dp", None, "tp")},
-    "new keys and values are whole": {"written": P()},
-    "heads are whole over tp": {"heads": P("dp")},
-    "hidden is whole over tp": {"hidden": P("dp")},
-    "the residual is cut over features": {"residual": _CHUNK},
-    "the table of words is gathered": {"table": P()},
-    "masks are whole": {"mask": P()},
-    "weights are gathered before the layers": {"weights": P()},
-    "weights are planned over dp too": {
-        "rules": [("/[qkv]$|gate|up", P(None, "dp", "tp")), ("/o$", P(None, "tp", None, "dp")), ("down", P(None, "tp", "dp"))],
-    },
-    "down is planned as a column": {"rules": [("down", P(None, None, "tp"))]},
-    "the head is planned by rows": {"rules": [("head", P("tp"))]},
-    "weights are planned to be whole": {"rules": [("/[qkvo]$|gate|up|down", P())]},
-    "the table and the head are planned to be whole": {"rules": [("embed|head", P())]},
-    # These look wrong.
-    **faults("no out_shardings", "the batch comes in whole"),
-}  # fmt: skip
-
-STEPS: Final = (
-    Step("decoding with a KV cache", _scan, _SCAN_FAULTS, "tuned"),
-    Step("decode with int8 weights", _int8, _INT8_FAULTS, "fresh"),
-    Step("serving in chunks", _chunk, _CHUNK_FAULTS, "blind"),
-)
+STEPS: Final = {"decoding with a KV cache": _scan, "decode with int8 weights": _int8, "serving in chunks": _chunk}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -14,22 +13,9 @@ from jax.sharding import reshard
 
 import shardrules as sr
 from tests.steps.blocks import attend, attention, block, causal, decoder, perceptron, rms_norm
-from tests.steps.model import Case, Fault, Model, arrays, faults, stacked
-from tests.steps.score import Step
-
-_PARTS: Final = P("fsdp", None, "tp")
-
+from tests.steps.model import Case, Model
 
 # A Llama
-
-
-def _llama_shapes(case: Case) -> Any:
-    width, inner, heads, keys, size = 256, 768, 8, 4, 32
-    layer = {"norm1": (width,), "norm2": (width,), "q": (width, heads, size)}
-    layer |= dict.fromkeys("kv", (width, keys, size)) | {"o": (heads, size, width)}
-    layer |= dict.fromkeys(("gate", "up"), (width, inner)) | {"down": (inner, width)}
-    tables = arrays({"embed": (2048, width), "norm": (width,), "head": (width, 2048)})
-    return {**tables, "layers": stacked(3, layer)}
 
 
 def _mix(case: Case, q: Any, k: Any, v: Any) -> Any:
@@ -59,71 +45,6 @@ def _llama_loss(case: Case, params: Any, batch: Any) -> Any:
     return value, {**kept, "hits": scores.argmax(-1) == targets}
 
 
-_LLAMA: Final = Model(
-    mesh={"fsdp": 4, "tp": 2},
-    shapes=_llama_shapes,
-    rules=[
-        ("norm", P()),
-        ("embed", P("tp", "fsdp")),
-        ("head", P("fsdp", "tp")),
-        ("/[qkv]$", P(None, "fsdp", "tp")),
-        ("/o$", P(None, "tp", None, "fsdp")),
-        ("gate|up", P(None, "fsdp", "tp")),
-        ("down", P(None, "tp", "fsdp")),
-    ],
-    places={
-        **dict.fromkeys(("batch", "residual"), P("fsdp")),
-        **dict.fromkeys(("heads", "keys", "mixed", "hidden", "logits"), _PARTS),
-        "table": P("tp"),
-        "head": P(None, "tp"),
-    },
-    batch=dict.fromkeys(("tokens", "targets"), (32, 128)),
-    loss=_llama_loss,
-)
-_NOTHING: Final = dict.fromkeys(("residual", "heads", "keys", "mixed", "hidden", "logits"))
-_FAULTS: Final[dict[str, Fault]] = {
-    **faults(
-        "queries, keys and values are merged and split", "gate and up are merged and split",
-        "the loss is of gathered logits", "moments come in whole", "not donated", "no remat",
-        "remat that saves everything", "the residual is whole", "hidden is whole over the batch", "logits are whole",
-        "logits are whole over the batch", "logits are returned", "gradients are whole",
-    ),
-    "no constraints": {**_NOTHING, "table": None},
-    "no constraints but of the table": _NOTHING,
-    "no constraints, and the batch whole": {**_NOTHING, "batch": P(), "table": None},
-    "the residual alone is not constrained": {"residual": None, "table": None},
-    "the residual is cut over tp instead of the batch": {"residual": P("tp")},
-    "the residual's width is cut over tp": {"residual": _PARTS},
-    "the residual's width is cut over fsdp": {"residual": P(None, None, "fsdp")},
-    "hidden is whole over tp": {"hidden": P("fsdp")},
-    "hidden has its axes swapped": {"hidden": P("tp", None, "fsdp")},
-    "heads are whole over tp": dict.fromkeys(("heads", "keys", "mixed"), P("fsdp")),
-    "keys are whole over tp": {"keys": P("fsdp")},
-    "keys are cut over the sequence": {"keys": P("fsdp", "tp")},
-    "scores are cut over the sequence": {"scores": P("fsdp", None, None, "tp")},
-    "scores are whole over tp": {"scores": P("fsdp")},
-    "logits are whole over tp": {"logits": P("fsdp")},
-    "the last states are whole": {"last": P()},
-    "logits are returned whole": {"told": "logits", "logits": P()},
-    "states of layers are returned": {"told": "states"},
-    "kernels are gathered over tp too": {"kernels": P()},
-    "the stack is gathered before the loop": {"stack": P(None, None, "tp")},
-    "the stack is gathered whole before the loop": {"stack": P()},
-    "the output of attention is transposed": {"rules": [("/o$", P(None, "fsdp", None, "tp"))]},
-    "up is transposed": {"rules": [("gate|up", P(None, "tp", "fsdp"))]},
-    "the head is transposed": {"rules": [("head", P("tp", "fsdp"))]},
-    "an average of parameters is whole": {"told": "average", "average": P()},
-    "not donated, nor out_shardings": {"wrong": ("not donated", "no out_shardings")},
-    "evaluation in the same step": {"told": "evaluation"},
-    # These look wrong.
-    **faults(
-        "layers are not scanned", "no out_shardings", "the batch comes in whole",
-        "the table is looked up as it is cut",
-    ),
-    "hits are returned": {"told": "hits"},
-}  # fmt: skip
-
-
 # Accumulated gradients
 
 
@@ -149,59 +70,7 @@ def _accumulated(case: Case, plan: sr.Plan, differentiate: Any, params: Any, bat
     return (values.mean(), None), jax.tree.map(lambda g: g / 4, grads)
 
 
-_ACCUMULATING: Final = replace(
-    _LLAMA,
-    batch=dict.fromkeys(("tokens", "targets"), (64, 128)),
-    places={**_LLAMA.places, "parts": P(None, "fsdp")},
-    gradients=_accumulated,
-)
-_BOTH: Final = ("data", "fsdp")
-_ON_DATA: Final = {
-    "mesh": {"data": 2, "fsdp": 2, "tp": 2}, "batch": P(_BOTH), "parts": P(None, _BOTH),
-}  # fmt: skip
-_ACCUMULATING_FAULTS: Final[dict[str, Fault]] = {
-    "gradients are summed over data in every micro-batch": {
-        **_ON_DATA, **dict.fromkeys(_NOTHING, P(_BOTH, None, "tp")), "residual": P(_BOTH),
-    },
-    "the batch is cut over data, activations are not": _ON_DATA,
-    "sums are not constrained": {"sums": None},
-    "sums are whole": {"sums": P()},
-    "sums are whole, and what is returned is not constrained": {
-        "sums": P(), "wrong": "no out_shardings",
-    },
-    "micro-batches are whole": {"parts": P()},
-    "micro-batches are whole, and activations not constrained": {
-        **_NOTHING, "parts": P(), "table": None,
-    },
-    "micro-batches are cut over tp": {"parts": P(None, "tp")},
-    "micro-batches of consecutive rows, and activations not constrained": {
-        **_NOTHING, "wrong": "micro-batches of consecutive rows", "table": None,
-    },
-    "kernels are gathered whole before the loops": {"stack": P()},
-    **{
-        name: _FAULTS[name]
-        for name in (
-            "the residual is whole", "hidden is whole over tp", "logits are whole",
-            "logits are whole over the batch", "the last states are whole", "up is transposed",
-            "gradients are whole", "not donated", "no remat",
-        )
-    },
-    # These look wrong.
-    **faults("micro-batches of consecutive rows"),
-    "the batch comes in whole": {"batch": P(), "parts": P(None)},
-}  # fmt: skip
-
-
 # Explicit axes
-
-
-def _explicit_shapes(case: Case) -> Any:
-    width, count, size, inner = 256, 8, 32, 1024
-    layer: dict[str, Any] = dict.fromkeys("qkv", (width, count, size))
-    layer |= {"o": (count, size, width), "up": (width, inner), "down": (inner, width)}
-    layer |= dict.fromkeys(("norm1", "norm2"), (width,))
-    tables = arrays({"embed": (1024, width), "head": (width, 1024)})
-    return {**tables, "layers": stacked(3, layer)}
 
 
 def _explicit_loss(case: Case, params: Any, batch: Any) -> Any:
@@ -249,60 +118,6 @@ def _explicit_gradients(case: Case, plan: sr.Plan, differentiate: Any, params: A
     return values, grads
 
 
-_WHOLE: Final = P(None, None, None)
-_EXPLICIT: Final = Model(
-    mesh={"fsdp": 4, "tp": 2},
-    shapes=_explicit_shapes,
-    rules=[
-        ("norm", P()),
-        ("embed", P(None, ("fsdp", "tp"))),
-        ("head", P("fsdp", "tp")),
-        ("/[qkv]$|up", P(None, "fsdp", "tp")),
-        ("/o$", P(None, "tp", None, "fsdp")),
-        ("down", P(None, "tp", "fsdp")),
-    ],
-    places={
-        "batch": P("fsdp"),
-        "residual": P("fsdp", None, None),
-        "heads": P("fsdp", None, "tp", None),
-        **dict.fromkeys(("hidden", "logits"), _PARTS),
-        "columns": P(None, "tp"),
-        "rows": P("tp", None),
-        "table": P(None, None),
-    },
-    batch=dict.fromkeys(("tokens", "targets"), (16, 128)),
-    loss=_explicit_loss,
-    gradients=_explicit_gradients,
-    is_explicit=True,
-)
-_EXPLICIT_FAULTS: Final[dict[str, Fault]] = {
-    **faults(
-        "gradients are resharded to be whole", "not donated", "no remat", "moments come in whole",
-        "states of each layer are returned", "logits are returned", "the batch comes in whole",
-    ),
-    "weights are resharded to be whole": {"columns": P(None, None), "rows": P(None, None)},
-    "up is gathered over tp too, and down": {"columns": P(None, "tp"), "rows": P(None, None)},
-    "activations come out whole": {"residual": _WHOLE},
-    "activations over batch come out whole, heads too": {
-        "residual": _WHOLE, "heads": P(None, None, "tp", None), "hidden": P(None, None, "tp"),
-    },
-    "heads are whole over tp": {"heads": P("fsdp", None, None, None)},
-    "hidden is whole over tp": {"hidden": P("fsdp", None, None)},
-    "hidden is whole over fsdp": {"hidden": P(None, None, "tp")},
-    "the residual is cut over tp": {"residual": _PARTS},
-    "logits come out whole over tp": {"logits": P("fsdp", None, None)},
-    "logits come out whole": {"logits": _WHOLE},
-    "logits over batch are gathered for the loss": {"gathered": P(None, None, "tp")},
-    "the stack is gathered before the scan": {"stack": P(None, None, "tp")},
-    "the stack is gathered whole before the scan": {"stack": _WHOLE},
-    "down is planned as a column": {"rules": [("down", P(None, "fsdp", "tp"))]},
-    # These look wrong.
-    **faults("no out_shardings"),
-    "a mean of each layer": {"told": "means"},
-    "the table is gathered over fsdp alone": {"table": P(None, "tp")},
-}  # fmt: skip
-
-
 # Cut over the sequence: keys are gathered
 
 
@@ -311,15 +126,6 @@ def _merged(case: Case, y: Any, w: Any) -> Any:
         return perceptron(case, y, w)
     merged = y.reshape(-1, y.shape[-1])
     return (jax.nn.gelu(merged @ w["up"]) @ w["down"]).reshape(y.shape)
-
-
-def _long_shapes(case: Case) -> Any:
-    width, heads, groups, size, inner = 256, 8, 2, 32, 512
-    layer = {"q": (width, heads * size), "o": (heads * size, width), "up": (width, inner)}
-    layer |= dict.fromkeys("kv", (width, groups * size)) | {"down": (inner, width)}
-    layer |= dict.fromkeys(("norm1", "norm2"), (width,))
-    tables = arrays({"embed": (1024, width), "head": (width, 1024)})
-    return {**tables, "layers": stacked(2, layer)}
 
 
 def _long_attention(case: Case, y: Any, w: Any) -> Any:
@@ -342,56 +148,7 @@ def _long_loss(case: Case, params: Any, batch: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(scores, targets).mean(), kept
 
 
-_TOKENS: Final = P("data", "seq")
-_LONG: Final = Model(
-    mesh={"data": 2, "seq": 4},
-    shapes=_long_shapes,
-    rules=[("norm", P()), ("layers", P(None, ("data", "seq"))), ("", P(("data", "seq")))],
-    places={
-        **dict.fromkeys(("batch", "residual", "queries", "logits"), _TOKENS),
-        "keys": P("data"),
-        **dict.fromkeys(("kernels", "table", "head"), P()),
-    },
-    batch=dict.fromkeys(("tokens", "targets"), (8, 512)),
-    loss=_long_loss,
-)
-_LONG_NOTHING: Final = dict.fromkeys(("residual", "queries", "logits", "keys"))
-_LONG_FAULTS: Final[dict[str, Fault]] = {
-    **faults(
-        "no remat", "not donated", "keys in a zigzag before they are gathered",
-        "gradients are constrained to be whole", "states of each layer are returned",
-    ),
-    "activations without the sequence axis": dict.fromkeys(("residual", "queries", "logits"), P("data")),
-    "tokens without the sequence axis, no constraints": {**_LONG_NOTHING, "batch": P("data")},
-    "tokens whole, no constraints": {**_LONG_NOTHING, "batch": P()},
-    "no constraints": {**_LONG_NOTHING, "kernels": None, "table": None, "head": None},
-    "queries are gathered too": {"queries": P("data")},
-    "keys are gathered over data too": {"keys": P()},
-    "keys and values are repeated before they are gathered": {"repeated": _TOKENS},
-    "attention over heads: all-to-all instead of a gather": {"queries": P("data", None, "seq")},
-    "logits whole over the sequence": {"logits": P("data")},
-    "logits over the vocabulary": {"logits": P("data", None, "seq")},
-    "weights are planned on data alone": {"rules": [("norm", P()), ("layers", P(None, "data"))]},
-    "moments are whole inside": {"moments": P(), "wrong": "no out_shardings"},
-    "tokens are flattened for the MLP": {"wrong": "rows and tokens are merged"},
-    # These look wrong.
-    **faults("logits are shifted instead of targets"),
-    "the batch comes in whole over the sequence": {"batch": P("data")},
-    "no constraint on the residual": {"residual": None},
-    "weights are multiplied as they are cut": {"kernels": None},
-    "the table is looked up as it is cut": {"table": None, "head": None},
-}  # fmt: skip
-
-
 # Cut over the sequence: keys go around
-
-
-def _ring_shapes(case: Case) -> Any:
-    width, inner, count, size = 128, 512, 4, 32
-    layer = {"qkv": (width, 3, count, size), "o": (count, size, width), "up": (width, inner)}
-    layer |= {"down": (inner, width), "norm1": (width,), "norm2": (width,)}
-    tables = arrays({"embed": (512, width), "head": (width, 512)})
-    return {**tables, "layers": stacked(2, layer)}
 
 
 def _ring(case: Case, q: Any, k: Any, v: Any) -> Any:
@@ -446,51 +203,10 @@ def _ring_loss(case: Case, params: Any, batch: Any) -> Any:
     return decoder(case, params, batch, layer)
 
 
-_TURNS: Final = P("fsdp", "sp")
-_RING: Final = Model(
-    mesh={"fsdp": 2, "sp": 4},
-    shapes=_ring_shapes,
-    rules=[("norm", P()), ("/o$", P(None, None, None, ("fsdp", "sp"))), ("", P(None, ("fsdp", "sp")))],
-    places={
-        **dict.fromkeys(("batch", "residual", "heads", "hidden", "logits", "ring"), _TURNS),
-        **dict.fromkeys(("table", "head"), P()),
-    },
-    batch=dict.fromkeys(("tokens", "targets"), (16, 512)),
-    loss=_ring_loss,
-)
-_RING_NOTHING: Final = ("residual", "heads", "hidden", "logits")
-_RING_FAULTS: Final[dict[str, Fault]] = {
-    **faults(
-        "keys and values are gathered", "keys are gathered in every turn", "outputs are sent back and forth",
-        "attention without a ring", "not donated", "no remat", "gradients are whole", "logits are returned",
-    ),
-    "scores are cut over keys": {
-        "wrong": "attention without a ring", "scores": P("fsdp", None, None, "sp"),
-    },
-    "specs of the ring forget the sequence": {"ring": P("fsdp")},
-    "specs of the ring forget the batch": {"ring": P(None, "sp"), "wrong": "keys and values are gathered"},
-    "the sequence is forgotten in the residual": {"residual": P("fsdp")},
-    "the sequence is forgotten everywhere but in the ring": dict.fromkeys(_RING_NOTHING, P("fsdp")),
-    "the batch is forgotten in the residual": {"residual": P(None, "sp")},
-    "heads are cut in place of the sequence": {"heads": P("fsdp", None, "sp")},
-    "hidden is cut over its width": {"hidden": P("fsdp", None, "sp")},
-    "logits are whole over the sequence": {"logits": P("fsdp")},
-    "logits are cut over words": {"logits": P("fsdp", None, "sp")},
-    "no constraints": dict.fromkeys(_RING_NOTHING),
-    "the loss is of a shifted sequence": {"wrong": "the loss is of a shifted sequence", "logits": None},
-    "rows and length are merged for the mlp": {"wrong": "rows and tokens are merged"},
-    "kernels are cut over sp alone": {
-        "rules": [("norm", P()), ("/o$", P(None, None, None, ("fsdp", "sp"))), ("layers/", P(None, "sp"))],
-    },
-    "states are returned": {"told": "last"},
-    # These look wrong.
-    **faults("no out_shardings", "the batch comes in whole"),
-}  # fmt: skip
-
-STEPS: Final = (
-    Step("a Llama in plain JAX", _LLAMA, _FAULTS, "tuned"),
-    Step("accumulated gradients", _ACCUMULATING, _ACCUMULATING_FAULTS, "tuned"),
-    Step("attention by a ring", _RING, _RING_FAULTS, "tuned"),
-    Step("a decoder on Explicit axes", _EXPLICIT, _EXPLICIT_FAULTS, "fresh"),
-    Step("a decoder cut over the sequence", _LONG, _LONG_FAULTS, "fresh"),
-)
+STEPS: Final = {
+    "a Llama in plain JAX": Model(_llama_loss),
+    "accumulated gradients": Model(_llama_loss, gradients=_accumulated),
+    "attention by a ring": Model(_ring_loss),
+    "a decoder on Explicit axes": Model(_explicit_loss, gradients=_explicit_gradients, is_explicit=True),
+    "a decoder cut over the sequence": Model(_long_loss),
+}

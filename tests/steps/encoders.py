@@ -9,18 +9,15 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from tests.steps.blocks import entropy
-from tests.steps.model import Case, Fault, Model, faults, free
-from tests.steps.score import Step
+from tests.steps.model import Case, Model
 
 # An encoder
 
 _WORDS: Final = 2048
 _WIDTH: Final = 256
 _HOLES: Final = 16
-_PARTS: Final = P("fsdp", None, "tp")
 
 
 class _Layer(nnx.Module):
@@ -92,63 +89,7 @@ def _bert_loss(case: Case, params: Any, batch: Any) -> Any:
     return entropy(scores, answers), kept
 
 
-_ENCODER: Final = Model(
-    mesh={"fsdp": 4, "tp": 2},
-    shapes=lambda case: _bert()[1],
-    rules=[
-        ("qkv/kernel", _PARTS),
-        ("qkv/bias", P(None, "tp")),
-        ("out/kernel", P("tp", None, "fsdp")),
-        ("up/kernel", P("fsdp", "tp")),
-        ("up/bias", P("tp")),
-        ("down/kernel|table", P("tp", "fsdp")),
-        ("transform/kernel", P("fsdp")),
-        ("bias|scale|positions", P()),
-    ],
-    places={
-        **dict.fromkeys(("batch", "residual", "masked", "dropout", "gathered"), P("fsdp")),
-        **dict.fromkeys(("heads", "hidden", "logits"), _PARTS),
-        "table": P("tp"),
-    },
-    batch={**dict.fromkeys(("tokens", "segments"), (32, 128)), **dict.fromkeys(("where", "answers"), (32, _HOLES))},
-    loss=_bert_loss,
-    optimizer=lambda case, plan: optax.adamw(1e-4),
-)
-_ENCODER_FREE: Final = dict.fromkeys(("residual", "heads", "hidden", "masked", "logits"))
-_ENCODER_FAULTS: Final[dict[str, Fault]] = {
-    **faults(
-        "masked words are taken from the flattened batch", "not donated", "no remat", "the residual is whole",
-        "hidden is whole over the batch", "logits are whole", "the table is gathered",
-        "gradients are constrained to be whole", "moments are constrained to be whole",
-    ),
-    "no constraints": {**_ENCODER_FREE, "table": None},
-    "no constraints, and the batch whole": {**_ENCODER_FREE, "batch": P()},
-    "the residual is cut over tp": {"residual": _PARTS},
-    "heads are whole over tp": {"heads": P("fsdp")},
-    "heads are whole over the batch": {"heads": P(None, None, "tp")},
-    "attention is cut over queries": {"scores": _PARTS},
-    "attention's scores are whole over tp": {"scores": P("fsdp")},
-    "logits of all positions, whole over tp": {"wrong": "logits of all positions", "logits": P("fsdp")},
-    "logits are whole over tp": {"logits": P("fsdp")},
-    "the table is cut over its width": {"rules": [("table", P("fsdp", "tp"))], "table": P(None, "tp")},
-    "down is cut by columns": {"rules": [("down/kernel", P("fsdp", "tp"))]},
-    "the dropout's mask is whole": {"dropout": P()},
-    # These look wrong.
-    **faults(
-        "logits of all positions", "masked words are flattened for the transform", "the batch comes in whole",
-    ),
-    "masked words are whole": {"masked": P()},
-    "the accuracy of gathered logits": {"told": "accuracy"},
-    "masked words' states are returned": {"told": "states"},
-    "logits are returned as they are cut": {"told": "logits"},
-    "the dropout's mask is left to XLA": {"dropout": None},
-}  # fmt: skip
-
-
 # An encoder-decoder
-
-_BATCH: Final = ("data", "fsdp")
-_HEADS: Final = P(_BATCH, None, "tp")
 
 
 class _Attention(nn.Module):
@@ -247,61 +188,11 @@ def _both_loss(case: Case, params: Any, batch: Any) -> Any:
     return value, {"encoded": encoded, "logits": scores, "losses": log_z - chosen}
 
 
-_ENCODER_DECODER: Final = Model(
-    mesh={"data": 2, "fsdp": 2, "tp": 2},
-    shapes=_both_shapes,
-    rules=[
-        ("table", P("tp", "fsdp")),
-        ("_bias", P(None, "tp")),
-        ("scale", P()),
-        ("([qkv]|gate|up)/kernel", P(None, "fsdp", "tp")),
-        ("o/kernel", P(None, "tp", None, "fsdp")),
-        ("down/kernel", P(None, "tp", "fsdp")),
-    ],
-    places={
-        **dict.fromkeys(("batch", "residual", "encoded"), P(_BATCH)),
-        **dict.fromkeys(("heads", "keys", "hidden", "logits"), _HEADS),
-        **dict.fromkeys(("bias", "table"), P("tp")),
-    },
-    batch={"sources": (32, 128), "targets": (32, 64)},
-    loss=_both_loss,
-    optimizer=lambda case, plan: optax.adafactor(1e-3, min_dim_size_to_factor=64),
-)
-_FAULTS: Final[dict[str, Fault]] = {
-    **faults(
-        "no remat", "no remat of the decoder", "not donated", "gradients are constrained to be whole",
-        "logits are returned",
+STEPS: Final = {
+    "an encoder of masked words": Model(
+        _bert_loss, lambda case: _bert()[1], optimizer=lambda case, plan: optax.adamw(1e-4)
     ),
-    "no constraints": free(_ENCODER_DECODER.places),
-    "no constraints, and the batch whole": {
-        **dict.fromkeys(("residual", "heads", "keys", "hidden", "encoded", "logits")), "batch": P(),
-    },
-    "the residual is cut over tp": dict.fromkeys(("residual", "encoded"), _HEADS),
-    "the residual is cut over data alone": dict.fromkeys(("residual", "encoded"), P("data")),
-    "encoded states are whole": {"encoded": P()},
-    "encoded states are whole over fsdp": {"encoded": P("data")},
-    "encoded states are cut over tp": {"encoded": _HEADS},
-    "keys and values of the encoder are whole over tp": {"keys": P(_BATCH)},
-    "keys and values of the encoder are whole over the batch": {"keys": P(None, None, "tp")},
-    "keys of the encoder are cut over the sequence": {"keys": P(_BATCH, "tp")},
-    "heads are whole over tp": {"heads": P(_BATCH)},
-    "hidden is whole over tp": {"hidden": P(_BATCH)},
-    "hidden without the batch": {"hidden": P(None, None, "tp")},
-    "logits are whole over tp": {"logits": P(_BATCH)},
-    "logits without the batch": {"logits": P(None, None, "tp")},
-    "the smoothed targets are whole": {"smoothed": P()},
-    "the output of attention is cut by columns": {"rules": [("o/kernel", P(None, "fsdp", None, "tp"))]},
-    "encoded states are returned": {"told": "encoded"},
-    # These look wrong.
-    **faults(
-        "logits are picked by an index", "a loss of the norm of logits", "gradients are clipped by their norm",
-        "the batch comes in whole",
+    "an encoder-decoder": Model(
+        _both_loss, _both_shapes, optimizer=lambda case, plan: optax.adafactor(1e-3, min_dim_size_to_factor=64)
     ),
-    "the bias of positions is whole": {"bias": P()},
-    "losses of all words are returned": {"told": "losses"},
-}  # fmt: skip
-
-STEPS: Final = (
-    Step("an encoder of masked words", _ENCODER, _ENCODER_FAULTS, "fresh"),
-    Step("an encoder-decoder", _ENCODER_DECODER, _FAULTS, "fresh"),
-)
+}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -12,20 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from tests.steps.blocks import attention, block, decoder
-from tests.steps.model import Case, Fault, Model, arrays, faults, stacked
-from tests.steps.score import Step
+from tests.steps.model import Case, Model
 
-_BATCH: Final = ("fsdp", "ep")
 _EXPERTS: Final = 8
-
-
-def _shapes(case: Case) -> Any:
-    width, inner, heads, words = 128, 512, 4, 1024
-    layer = {"norm1": (width,), "norm2": (width,), "router": (width, _EXPERTS)}
-    layer |= {"qkv": (width, 3, heads, 32), "o": (heads, 32, width)}
-    layer |= {"experts_up": (_EXPERTS, width, inner), "experts_down": (_EXPERTS, inner, width)}
-    tables = arrays({"embed": (words, width), "norm": (width,), "head": (width, words)})
-    return {**tables, "layers": stacked(2, layer)}
 
 
 def _route(case: Case, y: Any, router: Any) -> tuple[Any, Any]:
@@ -104,91 +92,7 @@ def _by_exchange(case: Case, y: Any, w: Any) -> Any:
     return mapped(y, w["router"], w["experts_up"], w["experts_down"])
 
 
-def _loss(perceptron: Any, case: Case, params: Any, batch: Any) -> Any:
-    return decoder(case, params, batch, partial(block, perceptron=perceptron))
-
-
-_EINSUM: Final = Model(
-    mesh={"fsdp": 2, "ep": 4},
-    shapes=_shapes,
-    rules=[
-        ("norm|router", P()),
-        ("embed|head|qkv", P(None, _BATCH)),
-        ("/o$", P(None, None, None, _BATCH)),
-        ("experts_up", P(None, "ep", "fsdp")),
-        ("experts_down", P(None, "ep", None, "fsdp")),
-    ],
-    places={
-        **dict.fromkeys(("batch", "residual", "combined", "routed", "logits"), P(_BATCH)),
-        **dict.fromkeys(("dispatched", "hidden"), P("ep", "fsdp")),
-        **dict.fromkeys(("table", "head"), P()),
-    },
-    batch=dict.fromkeys(("tokens", "targets"), (64, 64)),
-    loss=partial(_loss, _by_einsum),
-)
-_EXCHANGED: Final = replace(_EINSUM, places={**_EINSUM.places, "sent": P(_BATCH)}, loss=partial(_loss, _by_exchange))
-_FAULTS: Final[dict[str, Fault]] = {
-    **faults(
-        "not donated", "no remat", "the residual is whole", "logits are whole", "gradients are whole",
-    ),
-    "the batch is cut over fsdp alone": dict.fromkeys(("residual", "batch", "logits"), P("fsdp")),
-    "experts are planned without ep": {
-        "rules": [("experts_up", P(None, None, "fsdp")), ("experts_down", P(None, None, None, "fsdp"))],
-    },
-    "experts' kernels are cut over other dimensions": {
-        "rules": [("experts_up", P(None, None, _BATCH)), ("experts_down", P(None, None, None, _BATCH))],
-    },
-    "logits are whole over ep": {"logits": P("fsdp")},
-    "outputs of experts are returned": {"told": "states"},
-    # These look wrong.
-    **faults("no out_shardings", "the batch comes in whole"),
-}  # fmt: skip
-_ROUTED: Final = ("dispatched", "hidden")
-_EINSUM_FAULTS: Final[dict[str, Fault]] = {
-    **faults("all experts compute all tokens", "the best experts by top_k", "logits are returned"),
-    "no constraints": dict.fromkeys(("residual", *_ROUTED, "combined", "routed", "logits")),
-    "no constraints of experts": dict.fromkeys((*_ROUTED, "combined", "routed")),
-    "dispatched tokens are not constrained": dict.fromkeys(_ROUTED),
-    "dispatched tokens are cut over the batch": dict.fromkeys(_ROUTED, P(None, _BATCH)),
-    "dispatched tokens are whole over fsdp": dict.fromkeys(_ROUTED, P("ep")),
-    "dispatched tokens are whole": dict.fromkeys(_ROUTED, P()),
-    "dispatched tokens have the axes swapped": dict.fromkeys(_ROUTED, P("fsdp", "ep")),
-    "hidden is whole over fsdp": {"hidden": P("ep")},
-    "the router's masks are whole": {"routed": P()},
-    "the router's masks are cut over experts": {"routed": P("fsdp", None, "ep")},
-    "tokens are gathered for the router": {"tokens": P()},
-    "tokens are gathered over ep for the router": {"tokens": P("fsdp")},
-    "combined tokens are whole": {"combined": P()},
-    "experts are gathered": {"experts": P()},
-    "experts are gathered over ep": {"experts": P(None, "fsdp")},
-    **_FAULTS,
-    "the batch is cut over fsdp alone": dict.fromkeys(("residual", "combined", "routed", "batch", "logits"), P("fsdp")),
-}  # fmt: skip
-_EXCHANGED_FAULTS: Final[dict[str, Fault]] = {
-    **faults(
-        "experts are gathered", "tokens are gathered", "slots are gathered", "outputs are gathered",
-        "outputs are summed again", "specs of experts are whole",
-    ),
-    "specs of tokens are whole over ep": {"sent": P("fsdp")},
-    "no constraints": {"residual": None, "logits": None},
-    **_FAULTS,
-}  # fmt: skip
-
-
 # A Mixtral, whose gradients are of four micro-batches
-
-_LOCAL: Final = ("fsdp", "expert")
-
-
-def _mixtral_shapes(case: Case) -> Any:
-    width, inner, heads, keys, size, words = 128, 256, 4, 2, 32, 2048
-    layer: dict[str, Any] = dict.fromkeys(("norm1", "norm2"), (width,))
-    layer |= {"q_proj": (width, heads, size), "o_proj": (heads, size, width)}
-    layer |= dict.fromkeys(("k_proj", "v_proj"), (width, keys, size))
-    layer |= dict.fromkeys(("w1", "w3"), (_EXPERTS, width, inner))
-    layer |= {"w2": (_EXPERTS, inner, width), "gate": (width, _EXPERTS)}
-    tables = arrays({"embed": (words, width), "norm": (width,), "head": (width, words)})
-    return {**tables, "layers": stacked(2, layer)}
 
 
 def _turned(case: Case, q: Any, k: Any, v: Any) -> Any:
@@ -286,70 +190,8 @@ def _replicas(case: Case, plan: sr.Plan, differentiate: Any, params: Any, batch:
     return (value, kept), grads
 
 
-_MIXTRAL: Final = Model(
-    mesh={"data": 2, "fsdp": 2, "expert": 2},
-    shapes=_mixtral_shapes,
-    rules=[
-        ("norm|gate", P()),
-        ("embed", P(None, _LOCAL)),
-        ("head", P(_LOCAL)),
-        ("[qkv]_proj", P(None, _LOCAL)),
-        ("o_proj", P(None, None, None, _LOCAL)),
-        ("w[123]", P(None, "expert", "fsdp")),
-    ],
-    places={
-        "batch": P(("data", *_LOCAL)),
-        "parts": P(None, _LOCAL),
-        **dict.fromkeys(("residual", "heads", "routed", "logits"), P(_LOCAL)),
-        "grouped": P(None, _LOCAL),  # expert, sequence, slot, feature
-        **dict.fromkeys(_ROUTED, P("expert", "fsdp")),
-    },
-    batch=dict.fromkeys(("tokens", "targets"), (64, 64)),
-    loss=_mixtral_loss,
-    gradients=_replicas,
-    in_context=True,
-)
-_FREE: Final = dict.fromkeys(("residual", "heads", "routed", "logits", "grouped", *_ROUTED))
-_MIXTRAL_FAULTS: Final[dict[str, Fault]] = {
-    **faults(
-        "gradients are summed over data in each micro-batch", "all tokens of a micro-batch are one group",
-        "moments come in whole", "not donated", "no remat", "states of each layer are returned",
-        "the residual is whole",
-    ),
-    "logits of all micro-batches are returned": {"told": "logits"},
-    "guesses of gathered logits are returned": {"told": "guesses"},
-    "no constraints": _FREE,
-    "no constraints, micro-batches are the leading part": {
-        **_FREE, "wrong": "micro-batches are the leading part",
-    },
-    "micro-batches are cut instead of their sequences": {**_FREE, "parts": P(_LOCAL)},
-    "dispatched tokens are not constrained": dict.fromkeys(("grouped", *_ROUTED)),
-    "dispatched tokens stay with their sequences": dict.fromkeys(_ROUTED, P(None, _LOCAL)),
-    "dispatched tokens lose the batch": dict.fromkeys(_ROUTED, P("expert")),
-    "dispatched tokens are whole": dict.fromkeys(_ROUTED, P()),
-    "hidden of experts is cut over features": {"hidden": P("expert", None, None, "fsdp")},
-    "experts and the batch have their axes swapped": dict.fromkeys(_ROUTED, P("fsdp", "expert")),
-    "dispatch is cut over experts": {"routed": P("fsdp", None, "expert")},
-    "experts are planned to be whole over expert": {"rules": [("w[123]", P(None, None, "fsdp"))]},
-    "experts are planned on the wrong axes": {"rules": [("w[123]", P(None, "fsdp", "expert"))]},
-    "experts are planned over layers": {"rules": [("w[123]", P("expert", "fsdp"))]},
-    "experts are gathered over expert": {"experts": P()},
-    "attention and the table are planned to be whole": {"rules": [("proj|embed|head", P())]},
-    "the residual is cut over fsdp alone": {"residual": P("fsdp")},
-    "the residual is cut over features": {"residual": P("fsdp", None, "expert")},
-    "logits are whole over the batch": {"logits": P()},
-    "logits are cut over words by an axis of the batch": {"logits": P("fsdp", None, "expert")},
-    "weights are gathered before the micro-batches": {"gathered": P()},
-    "sums of gradients are whole": {"sums": P()},
-    "gradients are whole for the update": {"gradients": P()},
-    "masks of dropout are whole": {"dropped": P()},
-    # These look wrong.
-    **faults("the batch comes in whole"),
-    "masks of dropout are cut": {"dropped": P(_LOCAL)},
-}  # fmt: skip
-
-STEPS: Final = (
-    Step("experts dispatched by einsum", _EINSUM, _EINSUM_FAULTS, "tuned"),
-    Step("experts that exchange tokens in shard_map", _EXCHANGED, _EXCHANGED_FAULTS, "tuned"),
-    Step("a Mixtral with accumulation", _MIXTRAL, _MIXTRAL_FAULTS, "blind"),
-)
+STEPS: Final = {
+    "experts dispatched by einsum": Model(partial(decoder, block=partial(block, perceptron=_by_einsum))),
+    "experts that exchange tokens in shard_map": Model(partial(decoder, block=partial(block, perceptron=_by_exchange))),
+    "a Mixtral with accumulation": Model(_mixtral_loss, gradients=_replicas, in_context=True),
+}

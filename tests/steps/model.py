@@ -1,7 +1,7 @@
 """A model that is trained, a case of it with a fault, and how its step is compiled.
 
-A step is right as its `Model` says. A fault changes constraints by name, comes before the rules, or
-is a slip that the step knows by its name.
+A step is right as its row of the table says. A fault changes constraints by name, comes before the rules, or is a slip
+that the step knows by its name.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,44 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.steps.score import Built
-
-Fault = Mapping[str, Any]
-"""Constraints by name; beside them "rules", "wrong" (slips), and "told" (what is returned)."""
-Rules = Sequence[tuple[str, P]]
-
-
-_WHOLE_BATCH: Final = P(None, None, "tp")
-_USUAL: Final[dict[str, Fault]] = {
-    "the batch comes in whole": {"batch": P()},
-    "the residual is whole": {"residual": P()},
-    "hidden is whole": {"hidden": P()},
-    "hidden is whole over the batch": {"hidden": _WHOLE_BATCH},
-    "heads are whole": {"heads": P()},
-    "logits are whole": {"logits": P()},
-    "logits are whole over the batch": {"logits": _WHOLE_BATCH},
-    "logits are returned": {"told": "logits"},
-    "logits are gathered and returned": {"told": "gathered"},
-    "states of each layer are returned": {"told": "states"},
-    "noise is whole": {"noise": P()},
-    "the table is gathered": {"table": P()},
-    "the table is looked up as it is cut": {"table": None},
-    "kernels are gathered over tp": {"kernels": P()},
-    "gradients are whole": {"gradients": P()},
-    "gradients are constrained to be whole": {"gradients": P()},
-    "moments are constrained to be whole": {"moments": P(), "wrong": "no out_shardings"},
-}
-"""What many steps can have wrong."""
-
-
-def faults(*names: str) -> dict[str, Fault]:
-    """Return faults by their names: usual ones, and slips that the step knows."""
-    return {name: _USUAL.get(name, {"wrong": name}) for name in names}
-
-
-def free(places: Mapping[str, Any]) -> dict[str, None]:
-    """Return a fault without constraints; the batch is cut as before."""
-    return dict.fromkeys(name for name in places if name != "batch")
+from tests.steps.table import Built, Places, Row, Rules
 
 
 @dataclass(frozen=True)
@@ -66,7 +29,7 @@ class Case:
     """A step as it is compiled: its mesh, where arrays are constrained to be, and what is wrong."""
 
     mesh: Mesh
-    places: Mapping[str, P | None]
+    places: Places
     wrong: tuple[str, ...] = ()
     told: str = ""
     edits: frozenset[str] = frozenset()
@@ -117,20 +80,16 @@ class Case:
         return Built(compiled, inputs, outputs)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Model:
-    """A model that is trained, as it is right."""
+    """A model that is trained."""
 
-    mesh: Mapping[str, int]
-    shapes: Callable[[Case], Any]
-    rules: Rules | Callable[[Rules], Any]
-    """For `plan`, behind those of a fault; or what makes them of those of a fault."""
-    places: Mapping[str, P | None]
-    """Of constraints by name, and of the batch."""
-    batch: Mapping[str, tuple[int, ...] | tuple[tuple[int, ...], Any]]
-    """Shapes of integers, or shapes and dtypes."""
     loss: Callable[..., tuple[Any, Mapping[str, Any]]]
     """loss(case, params, batch, *constants), with what may be told beside it."""
+    shapes: Callable[[Case], Any] | None = None
+    """Makes the parameters, where the row does not have them."""
+    rules: Callable[[Rules, Rules], Rules] = lambda own, edits: [*edits, *own]
+    """Makes those for `plan` of the table's and of a fault's."""
     optimizer: Callable[[Case, sr.Plan], optax.GradientTransformation] = lambda case, plan: optax.adamw(1e-3)
     gradients: Callable[..., Any] = lambda case, plan, value_and_grad, *args: value_and_grad(*args)
     constants: Callable[[Case, Rules], tuple[sr.Plan, ...]] = lambda case, rules: ()
@@ -142,20 +101,11 @@ class Model:
     in_context: bool = False
     """Whether the mesh is set around jit."""
 
-    def __call__(
-        self,
-        *,
-        wrong: str | Iterable[str] = (),
-        rules: Rules = (),
-        told: str = "",
-        mesh: Mapping[str, int] | None = None,
-        **places: Any,
-    ) -> Built:
-        """Compile the step; without arguments it is right."""
-        case = case_of(mesh or self.mesh, self.places, places, wrong, told, self.is_explicit)
-        shapes = self.shapes(case)
-        all_rules = self.rules(rules) if callable(self.rules) else [*rules, *self.rules]
-        plan = sr.plan(shapes, all_rules, case.mesh)
+    def __call__(self, row: Row, *, rules: Rules = (), **fault: Any) -> Built:
+        """Compile the step; without a fault it is right."""
+        case = case_of(row, **fault, is_explicit=self.is_explicit)
+        shapes, told = self.shapes(case) if self.shapes else row.shapes, case.told
+        plan = sr.plan(shapes, self.rules(row.rules, rules), case.mesh)
         tx = self.optimizer(case, plan)
         if self.is_averaged:
             tx = optax.chain(tx, _averages(case))
@@ -188,7 +138,7 @@ class Model:
                 kept = optax.global_norm(jax.tree.map(jnp.subtract, params, state[1]))
             return params, _cast(case, state), (value, kept)
 
-        batch = {name: _input(case, *_array(of)) for name, of in self.batch.items()}
+        batch = {name: _input(case, *_array(of)) for name, of in row.batch.items()}
         is_in_context = self.in_context or self.is_explicit
         with jax.set_mesh(case.mesh) if is_in_context else contextlib.nullcontext():
             state, constants = jax.eval_shape(tx.init, shapes), self.constants(case, rules)
@@ -197,19 +147,21 @@ class Model:
 
 
 def case_of(
-    axes: Mapping[str, int],
-    places: Mapping[str, P | None],
-    edits: Mapping[str, P | None],
+    row: Row,
+    *,
     wrong: str | Iterable[str] = (),
     told: str = "",
+    mesh: Mapping[str, int] | None = None,
     is_explicit: bool = False,
+    **places: P | None,
 ) -> Case:
-    """Return a case on a mesh of the first devices; edits are what a fault changes of places."""
+    """Return a case on a mesh of the first devices; places are what a fault changes of those of the row."""
+    axes = mesh or row.mesh
     sizes, kind = tuple(axes.values()), AxisType.Explicit if is_explicit else AxisType.Auto
     devices = np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes)
-    mesh = Mesh(devices, tuple(axes), axis_types=(kind,) * len(sizes))
+    on = Mesh(devices, tuple(axes), axis_types=(kind,) * len(sizes))
     slips = (wrong,) if isinstance(wrong, str) else tuple(wrong)
-    return Case(mesh, {**places, **edits}, slips, told, frozenset(edits))
+    return Case(on, {**row.places, **places}, slips, told, frozenset(places))
 
 
 def arrays(tree: Any, dtype: Any = "float32") -> Any:
@@ -230,8 +182,8 @@ def abstract(mesh: Mesh, spec: P, shape: Sequence[int], dtype: Any = "int32") ->
 
 
 def _array(of: Any) -> tuple[Any, Any]:
-    is_shape = all(isinstance(size, int) for size in of)
-    return (of, "int32") if is_shape else of
+    dtype, shape = of if isinstance(of[0], str) else ("int32", of)
+    return shape, jax.eval_shape(lambda: jax.random.key(0)).dtype if dtype == "key" else dtype
 
 
 def _input(case: Case, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -242,7 +194,7 @@ def _averages(case: Case) -> optax.GradientTransformation:
     """Return what has an average of the parameters for its state."""
 
     def update(updates: Any, kept: Any, params: Any = None) -> Any:
-        new, old = optax.apply_updates(params, updates), case.cut_all(kept, "old averages")
+        new, old = optax.apply_updates(params, updates), case.cut_all(kept, "old_averages")
         mixed = jax.tree.map(lambda a, b: 0.999 * a + 0.001 * b, old, new)
         return updates, case.cut_all(mixed, "averages")
 

@@ -17,20 +17,14 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from tests.steps.blocks import attend, entropy
-from tests.steps.model import Case, Fault, Model, abstract, case_of, faults, free
-from tests.steps.score import Built, Step
+from tests.steps.model import Case, Model, abstract, case_of
+from tests.steps.table import Built, Row, Rules
 
 _WORDS: Final = 1024
 _WIDTH: Final = 256
 _INNER: Final = 1024
 _HEADS: Final = 8
 _LENGTH: Final = 64
-_PARTS: Final = P("fsdp", None, "tp")
-_PLACES: Final = {
-    **dict.fromkeys(("batch", "residual"), P("fsdp")),
-    **dict.fromkeys(("heads", "hidden", "logits"), _PARTS),
-    "table": P("tp"),
-}
 
 
 def _zeros(tree: Any) -> Any:
@@ -93,18 +87,12 @@ def _equinox_layer(case: Case, static: Any, x: Any, w: Any) -> Any:
     return cut(x + jnp.einsum("btf,df->btd", y, w.down.weight), "residual"), None
 
 
-def _equinox(wrong: str = "", rules: Any = (), told: str = "", **places: Any) -> Built:
+def _equinox(row: Row, rules: Rules = (), **fault: Any) -> Built:
     """Train it with filter_jit and Adam."""
-    case = case_of({"fsdp": 4, "tp": 2}, {**_PLACES, "grouped": _PARTS}, places, wrong, told)
+    case = case_of(row, **fault)
+    rules, told = [*rules, *row.rules], case.told
     shapes = eqx.filter_eval_shape(_Decoder, jax.random.key(0))
     arrays = eqx.filter(shapes, lambda leaf: hasattr(leaf, "shape"))
-    rules = [
-        *rules,
-        ("norm", P()),
-        ("table|head", P("tp", "fsdp")),
-        ("qkv|up", P(None, "tp", "fsdp")),
-        ("/o/|down", P(None, "fsdp", "tp")),
-    ]
     plan = sr.plan(arrays, rules, case.mesh)
     tx = optax.adam(1e-3)
     moments = plan.for_optimizer(jax.eval_shape(tx.init, arrays))
@@ -140,29 +128,6 @@ def _equinox(wrong: str = "", rules: Any = (), told: str = "", **places: Any) ->
     specs = dict.fromkeys(("tokens", "targets"), case.place("batch"))
     case.asked.update(("gathered", "guesses", "average", "logits"))
     return case.built(compiled, (plan, moments, specs), (plan, moments, None))
-
-
-_EQUINOX_FAULTS: Final[dict[str, Fault]] = {
-    **faults(
-        "one kernel of queries, keys and values is split", "no remat", "the residual is whole", "heads are whole",
-        "hidden is whole over the batch", "logits are whole", "logits are whole over the batch",
-        "the table is gathered", "kernels are gathered over tp", "gradients are whole", "logits are returned",
-        "logits are gathered and returned",
-    ),
-    "no constraints": free(_PLACES),
-    "no constraints, and the batch whole": {**free(_PLACES), "batch": P()},
-    "the residual is cut over tp": {"residual": _PARTS},
-    "hidden has its axes swapped": {"hidden": P("tp", None, "fsdp")},
-    "kernels are planned as those of flax, transposed": {
-        "rules": [("qkv|up", P(None, "fsdp", "tp")), ("/o/|down", P(None, "tp", "fsdp"))]
-    },
-    "rows are planned as columns": {"rules": [("/o/|down", P(None, "tp", "fsdp"))]},
-    "nothing is donated": {"wrong": "not donated"},
-    "an average of parameters is whole": {"told": "average", "average": P()},
-    # These look wrong.
-    **faults("results are not constrained", "the batch comes in whole"),
-    "guesses of gathered logits": {"told": "guesses"},
-}  # fmt: skip
 
 
 # nnx
@@ -206,22 +171,16 @@ class _Model(nnx.Module):
         return case.cut(self.head(self.norm(x)), "logits")
 
 
-def _nnx(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> Built:
+def _nnx(row: Row, rules: Rules = (), **fault: Any) -> Built:
     """Train it with nnx.Optimizer and nnx.jit."""
-    case = case_of({"fsdp": 4, "tp": 2}, {**_PLACES, "wide": _PARTS}, places, wrong, told)
+    case = case_of(row, **fault)
+    rules, told = [*rules, *row.rules], case.told
 
     def create() -> Any:
         model = _Model(nnx.Rngs(0))
         return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
 
     model, optimizer = nnx.eval_shape(create)
-    rules = [
-        *rules,
-        ("scale", P()),
-        ("embedding", P("tp", "fsdp")),
-        ("head|/([qkv]|up)/kernel", P("fsdp", "tp")),
-        ("/(o|down)/kernel", P("tp", "fsdp")),
-    ]
     plan = sr.plan(nnx.state(model), sr.Rules(rules, sr.dialects.NNX), case.mesh)
     plans = plan, plan.for_optimizer(nnx.state(optimizer))
     is_whole = case.has("the optimizer's state comes in whole")
@@ -260,40 +219,7 @@ def _nnx(wrong: Any = (), rules: Any = (), told: str = "", **places: Any) -> Bui
     return case.built(compiled, (*plans, specs), None)
 
 
-_NNX_FREE: Final = {**free(_PLACES), "wide": None}
-_NNX_FAULTS: Final[dict[str, Fault]] = {
-    **faults(
-        "parameters are gathered for a penalty", "the optimizer's state comes in whole", "not donated",
-        "the model alone is donated", "no remat", "the residual is whole", "hidden is whole", "logits are whole",
-        "logits are whole over the batch", "logits are returned", "logits are gathered and returned",
-        "gradients are whole",
-    ),
-    "no constraints": _NNX_FREE,
-    "no constraints, and the batch whole": {**_NNX_FREE, "batch": P()},
-    "the residual is cut over its width": {"residual": P(None, None, "fsdp")},
-    "hidden is whole over tp": {"hidden": P("fsdp")},
-    "heads are cut over their size": {"heads": P("fsdp", None, None, "tp")},
-    "heads are whole over the batch": dict.fromkeys(("heads", "wide"), P(None, None, "tp")),
-    "the table is cut over its width, and looked up so": {
-        "rules": [("embedding", P(None, ("fsdp", "tp")))], "table": None,
-    },
-    "all kernels are columns": {"rules": [("/(o|down)/kernel", P("fsdp", "tp"))]},
-    "columns and rows are swapped": {
-        "rules": [("/([qkv]|up)/kernel", P("tp", "fsdp")), ("/(o|down)/kernel", P("fsdp", "tp"))],
-    },
-    "no shardings for jit, and no constraints": {**_NNX_FREE, "wrong": "no shardings for jit"},
-    # These look wrong.
-    **faults("the batch comes in whole"),
-    "the head is cut over words alone": {"rules": [("head", P(None, ("fsdp", "tp")))]},
-}  # fmt: skip
-
-
 # linen
-
-_LOGICAL: Final = {
-    "batch": ("data", "fsdp"), "length": None, "heads": "tp", "mlp": "tp", "vocab": "tp", "embed": "fsdp",
-    "features": None, "keys": None, "layers": None, "words": "tp",
-}  # fmt: skip
 
 
 class _LinenLayer(nn.Module):
@@ -363,65 +289,33 @@ def _boxed(case: Case) -> Any:
     return jax.eval_shape(_Linen(case).init, jax.random.key(0), texts)["params"]
 
 
-def _linen_rules(edits: Any) -> list[tuple[str, P]]:
+def _linen_rules(own: Rules, edits: Rules) -> Rules:
     """Return a rule for each parameter, by the names of its axes."""
-    case = case_of({"data": 1}, {}, {}, "no constraints at all")
+    case = Case(None, {}, ("no constraints at all",))
     names = nn.get_partition_spec(_boxed(case))
-    specs = nn.logical_to_mesh(names, list({**_LOGICAL, **dict(edits)}.items()))
+    specs = nn.logical_to_mesh(names, [(name, _axes(spec)) for name, spec in (dict(own) | dict(edits)).items()])
     leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda x: isinstance(x, P))
     return [(f"^{jax.tree_util.keystr(path, simple=True, separator='/')}$", spec) for path, spec in leaves]
 
 
-def _axes(case: Case, right: Any) -> dict[str, Any]:
-    """Return the mesh axes of activations by name, as a case has them."""
-    return {name: case.place(name) if name in case.places else axis for name, axis in right.items()}
+def _axes(spec: P | None) -> Any:
+    """Return the mesh axes of a name."""
+    return spec and spec[0]
 
 
 def _linen_loss(case: Case, params: Any, batch: Any) -> Any:
-    rules = list({**_axes(case, _LOGICAL), "batch": case.place("rows")}.items())
+    names = ("length", "heads", "mlp", "vocab", "embed", "features", "keys", "layers", "words")
+    rules = [("batch", _axes(case.place("rows"))), *((name, _axes(case.place(name))) for name in names)]
     with nn.logical_axis_rules(rules):
         scores = _Linen(case).apply({"params": params}, batch["tokens"])
     chances = case.cut(jax.nn.softmax(scores), "chances")
     return entropy(scores, batch["targets"]), {"logits": scores, "chances": chances}
 
 
-_LINEN: Final = Model(
-    mesh={"data": 2, "fsdp": 2, "tp": 2},
-    shapes=lambda case: nn.unbox(_boxed(case)),
-    rules=_linen_rules,
-    places={"batch": P(("data", "fsdp")), "rows": ("data", "fsdp"), "chances": P("data")},
-    batch=dict.fromkeys(("tokens", "targets"), (64, _LENGTH)),
-    loss=_linen_loss,
-    optimizer=lambda case, plan: optax.lion(1e-4),
-)
-_LINEN_FAULTS: Final[dict[str, Fault]] = {
-    **faults(
-        "constraints know no mesh", "the table and what is looked up have no constraints",
-        "layers have no constraints", "not donated", "no remat", "gradients are whole", "logits are returned",
+STEPS: Final = {
+    "equinox with its own jit": _equinox,
+    "linen with logical axes": Model(
+        _linen_loss, lambda case: nn.unbox(_boxed(case)), _linen_rules, optimizer=lambda case, plan: optax.lion(1e-4)
     ),
-    "no constraints at all, and the batch whole": {"wrong": "no constraints at all", "batch": P()},
-    "logits have no constraint": {"wrong": "logits have no constraints"},
-    "no rule for the batch": {"rows": None},
-    "the batch by data alone": {"rows": "data"},
-    "the batch by fsdp alone": {"rows": "fsdp"},
-    "the batch by data alone, and it comes in so": {"rows": "data", "batch": P("data")},
-    "no rule for heads": {"heads": None},
-    "no rule for the mlp": {"mlp": None},
-    "no rule for the vocabulary": {"vocab": None},
-    "one table of rules: features are cut as the parameters": {"rows": "data", "features": "fsdp"},
-    "features are cut over tp": {"features": "tp"},
-    "the sequence is cut over tp, and heads too": {"length": "tp", "heads": None, "mlp": None, "vocab": None},
-    "parameters' mlp by fsdp, their width by tp": {"rules": [("mlp", "fsdp"), ("embed", "tp")]},
-    "parameters' heads are whole": {"rules": [("heads", None)]},
-    "parameters' layers are cut": {"rules": [("layers", "data"), ("embed", "fsdp")]},
-    "chances are gathered and returned": {"told": "chances"},
-    # These look wrong.
-    **faults("no out_shardings", "gradients are clipped by their norm", "the batch comes in whole"),
-    "the table is whole over tp": {"rules": [("words", None)]},
-}  # fmt: skip
-
-STEPS: Final = (
-    Step("equinox with its own jit", _equinox, _EQUINOX_FAULTS, "tuned"),
-    Step("linen with logical axes", _LINEN, _LINEN_FAULTS, "tuned"),
-    Step("nnx with its own jit", _nnx, _NNX_FAULTS, "tuned"),
-)
+    "nnx with its own jit": _nnx,
+}

@@ -6,14 +6,12 @@ library's reader.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import shardrules as sr
+from tests.steps.table import Built, Step
 from tests.support import hlo_counts
 
 LARGE: Final = 2**16
@@ -21,29 +19,6 @@ LARGE: Final = 2**16
 _SENT: Final = 1.05
 _PEAK: Final = 1.02
 _MORE: Final = 3
-
-
-@dataclass(frozen=True)
-class Built:
-    """A compiled step, and what is planned for it."""
-
-    compiled: Any
-    """What jit, nnx.jit or eqx.filter_jit compiles."""
-    inputs: tuple[Any, ...]
-    """For `verify`: a Plan, specs or None for each argument."""
-    outputs: Any
-
-
-class Step(NamedTuple):
-    """A step as people write it, and what they do wrong."""
-
-    name: str
-    build: Callable[..., Built]
-    """Compiles it; without arguments the step is clean."""
-    faults: Mapping[str, Mapping[str, Any]]
-    """What is wrong, and the arguments of `build` that make it so."""
-    group: str = ""
-    """"tuned": `verify` was tuned on it. "fresh", "blind" or "small": it was written afterwards."""
 
 
 class Cost(NamedTuple):
@@ -153,17 +128,6 @@ def score(steps: Iterable[Step]) -> Iterator[Row]:
     """Yield the score of each step, with all its faults."""
     for step in steps:
         yield Row(step.name, outcome(step), {name: outcome(step, name) for name in step.faults})
-
-
-def steps(*groups: str) -> list[Step]:
-    """Return the steps of groups, such as "tuned"."""
-    package = importlib.import_module(__package__ or "")
-    modules = (
-        importlib.import_module(f"{package.__name__}.{module.name}")
-        for module in pkgutil.iter_modules(package.__path__)
-        if not module.name.startswith(("__", "test"))
-    )
-    return [step for module in modules for step in getattr(module, "STEPS", ()) if step.group in groups]
 
 
 def _essence(finding: sr.types.Finding) -> tuple[str, tuple[str, ...], str]:

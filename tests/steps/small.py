@@ -7,16 +7,9 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec as P
 
 from tests.steps.blocks import entropy, rms_norm
-from tests.steps.model import Case, Fault, Model, arrays, faults, free, stacked
-from tests.steps.score import Step
-
-_ROWS: Final = P("fsdp")
-_IN: Final = P("fsdp", "tp")
-_OUT: Final = P("tp", "fsdp")
-_LAST: Final = P("fsdp", None, "tp")
+from tests.steps.model import Case, Model, arrays, stacked
 
 
 def _adam(case: Case, plan: Any) -> optax.GradientTransformation:
@@ -24,8 +17,6 @@ def _adam(case: Case, plan: Any) -> optax.GradientTransformation:
 
 
 # A linear recurrence
-
-_BATCH: Final = ("data", "fsdp")
 
 
 def _recurrent_shapes(case: Case) -> Any:
@@ -81,61 +72,6 @@ def _recurrent_loss(case: Case, params: Any, batch: Any) -> Any:
     return value, {"states": kept, "last": kept}
 
 
-_RECURRENCE: Final = Model(
-    mesh={"data": 2, "fsdp": 2, "tp": 2},
-    shapes=_recurrent_shapes,
-    rules=[
-        ("norm", P()),
-        ("embed", _OUT),
-        ("head", _IN),
-        ("into", P(None, "fsdp", None, "tp")),
-        ("taps", P(None, None, "tp")),
-        ("decay|gate", P(None, "tp")),
-        ("out", P(None, "tp", "fsdp")),
-    ],
-    places={
-        **dict.fromkeys(("batch", "residual"), P(_BATCH)),
-        **dict.fromkeys(("channels", "logits"), P(_BATCH, None, "tp")),
-        "table": P("tp"),
-        "head": P(None, "tp"),
-    },
-    batch=dict.fromkeys(("tokens", "targets"), (64, 32)),
-    loss=_recurrent_loss,
-    optimizer=_adam,
-)
-_RECURRENCE_FAULTS: Final[dict[str, Fault]] = {
-    **faults(
-        "no remat", "not donated", "channels are regrouped across tp", "logits are whole over the batch",
-        "gradients are constrained to be whole", "states of each layer are returned",
-    ),
-    "no constraints": dict.fromkeys(("residual", "channels", "logits")),
-    "no constraints, and the batch whole": {
-        "residual": None, "channels": None, "logits": None, "batch": P(),
-    },
-    "the recurrence is cut over the sequence": {"scanned": P(_BATCH, "tp")},
-    "channels are gathered for the recurrence": {"scanned": P(_BATCH)},
-    "channels without the batch": {"channels": P(None, None, "tp")},
-    "channels on the wrong axis": {"channels": P("data", None, ("fsdp", "tp"))},
-    "the residual is cut over tp": {"residual": P(_BATCH, None, "tp")},
-    "the residual is cut over data alone": {"residual": P("data")},
-    "logits are gathered": {"logits": P(_BATCH)},
-    "one kernel into both branches, split after it": {
-        "wrong": "one kernel into both branches, split after it",
-        "rules": [("into", P(None, "fsdp", "tp"))],
-    },
-    "the projection out is cut by columns": {"rules": [("out", P(None, "fsdp", "tp"))]},
-    "weights are gathered over tp": {"kernels": P()},
-    "the padded sequence is cut over tp": {"padded": P(_BATCH, "tp")},
-    # These look wrong.
-    **faults(
-        "the targets are picked from flattened chances", "a loop over the sequence instead of a scan of it",
-        "the batch comes in whole", "the table is looked up as it is cut",
-    ),
-    "the last state of each layer is returned": {"told": "last"},
-    "the decay is whole": {"rules": [("decay", P())]},
-}  # fmt: skip
-
-
 # Contrastive towers
 
 
@@ -155,18 +91,6 @@ def _towers(case: Case, params: Any, batch: Any) -> Any:
     return value, {"scores": scores}
 
 
-_KERNELS: Final = {"up": (512, 2048), "down": (2048, 512), "out": (512, 128)}
-_TOWERS: Final = Model(
-    mesh={"fsdp": 4, "tp": 2},
-    shapes=lambda case: arrays({f"{of}_{name}": shape for of in ("image", "text") for name, shape in _KERNELS.items()}),
-    rules=[("_up", _IN), ("_down", _OUT), ("_out", _ROWS)],
-    places={"hidden": _IN, **dict.fromkeys(("batch", "features", "embedding", "scores"), _ROWS)},
-    batch=dict.fromkeys(("images", "texts"), ((512, 512), "float32")),
-    loss=_towers,
-    optimizer=_adam,
-)
-
-
 # A recommender
 
 
@@ -183,17 +107,6 @@ def _recommender(case: Case, params: Any, batch: Any) -> Any:
     h = case.cut(jax.nn.relu(x @ params["up"]), "hidden")
     guess = case.cut(h @ params["down"], "guess").sum(-1)
     return jnp.mean((guess - batch["clicks"]) ** 2), {"rows": rows}
-
-
-_RECOMMENDER: Final = Model(
-    mesh={"fsdp": 4, "tp": 2},
-    shapes=lambda case: arrays({"bottom": (256, 128), "table": (8192, 128), "up": (417, 1024), "down": (1024, 128)}),
-    rules=[("bottom", _ROWS), ("table", P("tp")), ("up", P(None, "tp")), ("down", _OUT)],
-    places={"hidden": _IN, **dict.fromkeys(("batch", "dense", "rows", "pairs", "guess"), _ROWS)},
-    batch={"dense": ((512, 256), "float32"), "numbers": (512, 16), "clicks": ((512,), "float32")},
-    loss=_recommender,
-    optimizer=_adam,
-)
 
 
 # An LSTM
@@ -218,30 +131,7 @@ def _lstm(case: Case, params: Any, batch: Any) -> Any:
     return (jax.nn.logsumexp(guess, -1) - guess[..., 0]).mean(), {"logits": guess}
 
 
-_LSTM: Final = Model(
-    mesh={"fsdp": 4, "tp": 2},
-    shapes=lambda case: arrays({"input": (256, 4, 512), "recurrent": (512, 4, 512), "head": (512, 1024)}),
-    rules=[("input|recurrent", _LAST), ("head", _IN)],
-    places={
-        "recurrent": P(None, None, "tp"),
-        "inputs": P(None, "fsdp", None, "tp"),
-        "gates": _LAST,
-        "memory": _IN,
-        **dict.fromkeys(("batch", "state", "kept"), _ROWS),
-        "logits": P(None, "fsdp", "tp"),
-    },
-    batch={"x": ((64, 32, 256), "float32")},
-    loss=_lstm,
-    optimizer=_adam,
-)
-
-
 # A mixer
-
-
-def _mixer_shapes(case: Case) -> Any:
-    layer = {"places": (64, 256), "back": (256, 64), "up": (256, 1024), "down": (1024, 256)}
-    return {**arrays({"first": (192, 256), "head": (256, 1024)}), **stacked(3, layer)}
 
 
 def _mixer(case: Case, params: Any, batch: Any) -> Any:
@@ -261,92 +151,10 @@ def _mixer(case: Case, params: Any, batch: Any) -> Any:
     return (jax.nn.logsumexp(guess, -1) - guess[..., 0]).mean(), {"states": x}
 
 
-_MIXER: Final = Model(
-    mesh={"fsdp": 4, "tp": 2},
-    shapes=_mixer_shapes,
-    rules=[
-        ("first", _ROWS),
-        ("places", P(None, None, ("tp", "fsdp"))),
-        ("back", P(None, ("tp", "fsdp"))),
-        ("up", P(None, "fsdp", "tp")),
-        ("down", P(None, "tp", "fsdp")),
-        ("head", _IN),
-    ],
-    places={**dict.fromkeys(("mixed", "logits"), _IN), **dict.fromkeys(("batch", "residual"), _ROWS), "hidden": _LAST},
-    batch={"x": ((64, 64, 192), "float32")},
-    loss=_mixer,
-    optimizer=_adam,
-)
-
-_ALL: Final[dict[str, Fault]] = {
-    **faults("not donated", "moments come in whole", "gradients are whole"),
-}  # fmt: skip
-_TOWER_FAULTS: Final[dict[str, Fault]] = {
-    **faults("embeddings are repeated first"),
-    **_ALL,
-    "no constraints": free(_TOWERS.places),
-    "no constraints, and the batch whole": {**free(_TOWERS.places), "batch": P()},
-    "hidden is whole over tp": {"hidden": _ROWS},
-    "hidden is whole over the batch": {"hidden": P(None, "tp")},
-    "features are whole": {"features": P()},
-    "features are cut over their width": {"features": P(None, "fsdp")},
-    "embeddings are whole": {"embedding": P()},
-    "scores are whole": {"scores": P()},
-    "the last kernels are cut over their results": {"rules": [("_out", P(None, "tp"))]},
-    "up and down are swapped": {"rules": [("_up", _OUT), ("_down", _IN)]},
-    "scores are returned whole": {"told": "scores", "scores": P()},
-}  # fmt: skip
-_RECOMMENDER_FAULTS: Final[dict[str, Fault]] = {
-    **faults("the table is one-hot"),
-    **_ALL,
-    "no constraints": free(_RECOMMENDER.places),
-    "the table is made whole": {"table": P()},
-    "the table is planned whole": {"rules": [("table", P())]},
-    "rows are whole over the batch": {"rows": P()},
-    "rows are cut over tp": {"rows": P("tp")},
-    "pairs are whole over the batch": {"pairs": P()},
-    "hidden is whole over the batch": {"hidden": P(None, "tp")},
-    "hidden is whole over tp": {"hidden": _ROWS},
-    "the kernel up is cut along its sum": {"rules": [("down", _IN)]},
-    "rows are returned whole": {"told": "rows", "rows": P()},
-}  # fmt: skip
-_LSTM_FAULTS: Final[dict[str, Fault]] = {
-    **faults("no remat", "logits are whole over the batch", "logits are returned"),
-    **_ALL,
-    "no constraints": free(_LSTM.places),
-    "the recurrent kernel is gathered in each step": {"recurrent": None},
-    "the recurrent kernel is whole": {"recurrent": P()},
-    "gates are whole over the batch": {"gates": P(None, None, "tp")},
-    "gates are whole over tp": {"gates": _ROWS},
-    "the state is whole over the batch": {"state": P(None, "tp")},
-    "the memory is whole": {"memory": P()},
-    "inputs are whole over the batch": {"inputs": P(None, None, None, "tp")},
-    "inputs are cut over time": {"inputs": _ROWS},
-    "logits are whole over tp": {"logits": P(None, "fsdp")},
-}  # fmt: skip
-_MIXER_FAULTS: Final[dict[str, Fault]] = {
-    **faults("no remat", "the residual is whole", "hidden is whole over the batch"),
-    **_ALL,
-    "no constraints": free(_MIXER.places),
-    "the residual is cut over places": {"residual": P(None, "fsdp")},
-    "the residual is cut over channels": {"residual": _LAST},
-    "kernels are cut by fsdp before tp": {
-        "rules": [("places", P(None, None, ("fsdp", "tp"))), ("back", P(None, ("fsdp", "tp")))],
-    },
-    "mixed places are whole over tp": {"mixed": _ROWS},
-    "mixed places are whole over the batch": {"mixed": P(None, "tp")},
-    "hidden is whole over tp": {"hidden": _ROWS},
-    "up and down are swapped": {
-        "rules": [("up", P(None, "tp", "fsdp")), ("down", P(None, "fsdp", "tp"))],
-    },
-    "the stacks are whole before the loop": {"stack": P()},
-    "states are returned whole": {"told": "states", "residual": P()},
-}  # fmt: skip
-
-STEPS: Final = (
-    Step("a linear recurrence", _RECURRENCE, _RECURRENCE_FAULTS, "fresh"),
-    Step("contrastive towers", _TOWERS, _TOWER_FAULTS, "small"),
-    Step("a recommender with a table", _RECOMMENDER, _RECOMMENDER_FAULTS, "small"),
-    Step("an LSTM", _LSTM, _LSTM_FAULTS, "small"),
-    Step("a mixer", _MIXER, _MIXER_FAULTS, "small"),
-)
+STEPS: Final = {
+    "a linear recurrence": Model(_recurrent_loss, _recurrent_shapes, optimizer=_adam),
+    "contrastive towers": Model(_towers, optimizer=_adam),
+    "a recommender with a table": Model(_recommender, optimizer=_adam),
+    "an LSTM": Model(_lstm, optimizer=_adam),
+    "a mixer": Model(_mixer, optimizer=_adam),
+}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.steps.score import Built, Cost, Step, outcome, score, steps, warnings
+from tests.steps.score import Cost, outcome, score, warnings
+from tests.steps.table import Built, Step, steps
 from tests.support.slow import slow
 
 SMALL = {

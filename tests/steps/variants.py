@@ -12,13 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from tests.steps.blocks import attend, block, decoder, entropy, rms_norm
-from tests.steps.model import Case, Fault, Model, arrays, faults, stacked
-from tests.steps.score import Step
+from tests.steps.model import Case, Model, arrays, stacked
 
 _WIDTH: Final = 256
 _KERNELS: Final = {"qkv": (_WIDTH, 3 * _WIDTH), "o": (_WIDTH, _WIDTH), "up": (_WIDTH, 1024), "down": (1024, _WIDTH)}
 _TABLES: Final = {"embed": (1024, _WIDTH), "head": (_WIDTH, 1024)}
-_BATCH: Final = dict.fromkeys(("tokens", "targets"), (64, 64))
 
 
 def _thirds(qkv: Any) -> tuple[Any, ...]:
@@ -84,51 +82,7 @@ def _lora_loss(case: Case, adapters: Any, batch: Any, frozen: Any) -> Any:
     return value, {**kept, "base": jax.tree.map(lambda w: w.astype("float32"), frozen["layers"])}
 
 
-_LORA: Final = Model(
-    mesh={"fsdp": 8},
-    shapes=_adapters,
-    rules=[("kernels", P(None, "fsdp")), ("", P())],
-    places={
-        **dict.fromkeys(("batch", "residual", "hidden", "logits"), P("fsdp")),
-        **dict.fromkeys(("base", "table", "head"), P()),
-    },
-    batch=_BATCH,
-    loss=_lora_loss,
-    constants=_base,
-)
-_FREE: Final = dict.fromkeys(("residual", "hidden", "logits"))
-_LORA_FAULTS: Final[dict[str, Fault]] = {
-    **faults(
-        "the base is dequantized before it is gathered", "the base is gathered as float32",
-        "the base is dequantized whole before the loop", "all kernels are trained too", "not donated", "no remat",
-        "the residual is whole", "hidden is whole", "logits are whole", "logits are returned",
-    ),
-    "the base is not constrained": {"base": None},
-    "the base is gathered whole before the loop": {"stack": P()},
-    "the base is merged with adapters, and sharded again": {
-        "wrong": "merged with adapters", "merged": P("fsdp"),
-    },
-    "the base is planned to be whole": {"rules": [("q8", P())]},
-    "the base is cut over layers": {"rules": [("q8", P("fsdp"))], "base": None},
-    "no constraints": {**_FREE, "base": None, "table": None},
-    "no constraints, and the batch whole": {**_FREE, "base": None, "table": None, "batch": P()},
-    "hidden is cut over its width": {"hidden": P(None, None, "fsdp")},
-    "logits are cut over words": {"logits": P(None, None, "fsdp")},
-    "the table is not gathered, nor the residual cut": {"table": None, "residual": None},
-    "the base is returned as float32": {"told": "base"},
-    # These look wrong.
-    **faults(
-        "merged with adapters", "no out_shardings", "gradients are whole", "the batch comes in whole",
-    ),
-    "adapters are sharded": {"rules": [("/[ab]$", P(None, None, "fsdp"))]},
-}  # fmt: skip
-
-
 # Muon
-
-
-def _muon_shapes(case: Case) -> Any:
-    return {**arrays(_TABLES), "layers": stacked(8, _KERNELS)}
 
 
 def _muon(case: Case, plan: sr.Plan) -> optax.GradientTransformation:
@@ -180,57 +134,7 @@ def _muon_loss(case: Case, params: Any, batch: Any) -> Any:
     return decoder(case, params, batch, partial(block, attention=attention), 1.0)
 
 
-_MUON: Final = Model(
-    mesh={"fsdp": 8},
-    shapes=_muon_shapes,
-    rules=[("", P(None, "fsdp"))],
-    places={
-        **dict.fromkeys(("batch", "residual", "hidden", "logits"), P("fsdp")),
-        **dict.fromkeys(("matrices", "iterated"), P("fsdp")),
-        **dict.fromkeys(("table", "head"), P()),
-    },
-    batch=_BATCH,
-    loss=_muon_loss,
-    optimizer=_muon,
-)
-_MATRICES: Final[dict[str, None]] = dict.fromkeys(("matrices", "iterated"))
-_MUON_FAULTS: Final[dict[str, Fault]] = {
-    **faults(
-        "not donated", "no remat", "gradients are whole", "the residual is whole", "logits are whole",
-        "logits are returned",
-    ),
-    **{
-        name: {"wrong": name, **_MATRICES}
-        for name in (
-            "matrices are orthogonalized as planned",
-            "matrices are orthogonalized a layer at a time",
-        )
-    },
-    "matrices are gathered in every iteration": {
-        **_MATRICES, "wrong": "matrices are orthogonalized as planned", "gathered": P(),
-    },
-    "matrices are whole on all devices": {"matrices": P(), "iterated": None},
-    "matrices are left to XLA": _MATRICES,
-    "momentum is whole": {"momentum": P(), "wrong": "no out_shardings"},
-    "momentum is whole inside": {"momentum": P()},
-    "momentum is cut over layers": {"momentum": P("fsdp"), "wrong": "no out_shardings"},
-    "no constraints": _FREE,
-    "no constraints, and the batch whole": {**_FREE, "batch": P()},
-    "hidden is cut over its width": {"hidden": P(None, None, "fsdp")},
-    "logits are cut over words": {"logits": P(None, None, "fsdp")},
-    # These look wrong.
-    **faults("no out_shardings", "fewer iterations", "the batch comes in whole"),
-    "kernels are gathered by a constraint": {"kernels": P()},
-}  # fmt: skip
-
-
 # A pipeline
-
-
-def _pipeline_shapes(case: Case) -> Any:
-    width, inner, words = 256, 512, 512
-    layer = {"up": (width, inner), "down": (inner, width), "norm": (width,)}
-    return {**arrays({"embed": (words, width), "head": (width, words)}), "layers": stacked(8, layer)}
 
 
 def _stages(case: Case, w: Any, x: Any) -> Any:
@@ -301,50 +205,8 @@ def _pipeline_loss(case: Case, params: Any, batch: Any) -> Any:
     return entropy(scores, batch["targets"]), {"logits": scores, "states": y}
 
 
-_PIPELINE: Final = Model(
-    mesh={"data": 2, "pp": 4},
-    shapes=_pipeline_shapes,
-    rules=[("layers", P("pp")), ("", P(None, "pp"))],
-    places={
-        **dict.fromkeys(("batch", "residual"), P("data")),
-        "parts": P(None, "data"),
-        "results": P(None, "data", "pp"),
-        **dict.fromkeys(("states", "logits"), P("data", "pp")),
-        **dict.fromkeys(("table", "head"), P()),
-    },
-    batch=_BATCH,
-    loss=_pipeline_loss,
-    optimizer=lambda case, plan: optax.adam(1e-3),
-)
-_WHOLE_RESULTS: Final = {
-    "results": P(None, "data"), "states": P("data"), "logits": P("data", None, "pp"),
-}  # fmt: skip
-_PIPELINE_FAULTS: Final[dict[str, Fault]] = {
-    **faults(
-        "all stages' weights are gathered", "weights are gathered in every tick",
-        "all stages get the activations of all", "activations are sent by a sum", "outputs are summed in every tick",
-        "activations are sent back and forth", "not donated", "no remat", "gradients are whole",
-        "logits are returned",
-    ),
-    **{
-        name: {"wrong": name, **_WHOLE_RESULTS}
-        for name in ("outputs are summed over the stages", "outputs of all stages are gathered")
-    },
-    "layers are planned to be whole": {"rules": [("layers", P())]},
-    "layers are cut by data": {"rules": [("layers", P("data"))]},
-    "layers are cut over their width": {"rules": [("layers", P(None, "pp"))]},
-    "the batch is whole in the pipeline": {"residual": P()},
-    "logits are whole": {
-        **_WHOLE_RESULTS, "wrong": "outputs are summed over the stages",
-        **dict.fromkeys(("states", "logits"), P()),
-    },
-    "states are returned": {"told": "states"},
-    # These look wrong.
-    **faults("no out_shardings", "the batch comes in whole"),
-}  # fmt: skip
-
-STEPS: Final = (
-    Step("LoRA on an int8 base", _LORA, _LORA_FAULTS, "tuned"),
-    Step("Muon", _MUON, _MUON_FAULTS, "tuned"),
-    Step("a pipeline in shard_map", _PIPELINE, _PIPELINE_FAULTS, "tuned"),
-)
+STEPS: Final = {
+    "LoRA on an int8 base": Model(_lora_loss, _adapters, constants=_base),
+    "Muon": Model(_muon_loss, optimizer=_muon),
+    "a pipeline in shard_map": Model(_pipeline_loss, optimizer=lambda case, plan: optax.adam(1e-3)),
+}
