@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardrules._program.computation import Instruction
-from shardrules._program.hlo import CollectiveOpcode
+from shardrules._program.hlo import CollectiveOpcode, ReplicaGroups
 from shardrules._program.values import Values
 
 MOVES: Final = frozenset({"bitcast", "convert", "copy", "pad", "reshape", "transpose"})
@@ -364,6 +364,8 @@ class Variation:
         self._count = prod(self._sizes.values())
         self._alike = np.zeros(self._count, np.int64).tobytes()
         self._met: dict[frozenset[bytes], bytes] = {}
+        self._behind: dict[tuple[str, bytes, ReplicaGroups], bytes] = {}
+        self._axes: dict[bytes, frozenset[str]] = {}
         along, after = {}, self._count
         for axis, size in self._sizes.items():
             after //= size
@@ -376,9 +378,13 @@ class Variation:
     def of(self, nodes: Iterable[int]) -> frozenset[str]:
         """Return the axes along which some of these values differ."""
         labels = self._together({self._facts[node].labels or self._alike for node in nodes})
-        table = np.frombuffer(labels, np.int64).reshape(tuple(self._sizes.values()))
-        axes = enumerate(self._sizes)
-        return frozenset(axis for i, axis in axes if (table != table.take([0], i)).any())
+        if labels not in self._axes:
+            table = np.frombuffer(labels, np.int64).reshape(tuple(self._sizes.values()))
+            axes = enumerate(self._sizes)
+            self._axes[labels] = frozenset(
+                axis for i, axis in axes if (table != table.take([0], i)).any()
+            )
+        return self._axes[labels]
 
     @cached_property
     def _facts(self) -> Sequence[_Fact]:
@@ -400,9 +406,17 @@ class Variation:
         if opcode == "constant":
             return _Fact(labels, table=self._table(node))
         if opcode in _COLLECTIVES:
-            groups = self._values.hlo.groups(self._values.lines[node].attributes)
-            return _Fact(_canonical(_moved(opcode, np.frombuffer(labels, np.int64), groups)))
+            return _Fact(self._behind_collective(node, labels))
         return _Fact(labels, table=sources[0].table if sources and opcode in _COPIES else None)
+
+    def _behind_collective(self, node: int, labels: bytes) -> bytes:
+        """Return the labels of a collective's result by those of its operand."""
+        groups = self._values.hlo.groups(self._values.lines[node].attributes)
+        key = (self._values.opcodes[node], labels, groups)
+        if key not in self._behind:
+            moved = _moved(key[0], np.frombuffer(labels, np.int64), groups)
+            self._behind[key] = _canonical(moved)
+        return self._behind[key]
 
     def _joined(self, distinct: set[_Fact]) -> _Fact:
         """Return what is known of one of several values, or of one after another."""
@@ -415,7 +429,7 @@ class Variation:
         line, shape = self._values.lines[node], self._values.shapes[node]
         if opcode in ("partition-id", "replica-id"):
             return np.arange(self._count)
-        if shape.dtype[0] not in "sup" or shape.elements != 1:
+        if shape.dtype[0] not in "sup" or (shape.dims and shape.elements != 1):
             return None
         if opcode == "constant":
             digits = _NUMBER.findall(line.literal.replace("true", "1").replace("false", "0"))

@@ -215,37 +215,41 @@ class Values:
     def _each(self, computation: str, line: Instruction, operands: Sequence[Tree]) -> Tree:
         """Add a node for each operand: each result is made of the one in its place."""
         # A start has its operands among its results, and what the backend needs besides.
-        first = len(operands) if len(line.results) >= 2 * len(operands) else 0
+        shapes = line.results
+        first = len(operands) if len(shapes) >= 2 * len(operands) else 0
         moved = [
-            self._node(computation, line, first + i, leaves(operand))
+            self._node(computation, line, first + i, shapes[first + i], leaves(operand))
             for i, operand in enumerate(operands)
         ]
         return moved[0] if len(moved) == 1 else tuple(moved)
 
     def _nodes(self, computation: str, line: Instruction, operands: Sequence[Tree]) -> Tree:
         """Add a node for each result of an instruction, made of all operands."""
-        made_of, count = leaves(tuple(operands)), len(line.results)
-        if count <= 1:
-            return self._node(computation, line, 0, made_of)
-        return tuple(self._node(computation, line, i, [*made_of]) for i in range(count))
+        made_of, shapes = leaves(operands), line.results
+        if len(shapes) <= 1:
+            shape = shapes[0] if shapes else _NOTHING
+            return self._node(computation, line, 0, shape, made_of)
+        numbered = enumerate(shapes)
+        return tuple(self._node(computation, line, i, x, [*made_of]) for i, x in numbered)
 
-    def _node(self, computation: str, line: Instruction, element: int, made_of: list[int]) -> int:
-        results = line.results
+    def _node(
+        self, computation: str, line: Instruction, element: int, shape: Shape, made_of: list[int]
+    ) -> int:
         self.computations.append(computation)
         self.lines.append(line)
         self.opcodes.append(_opcode(line))
         self.elements.append(element)
-        self.shapes.append(results[element] if results else _NOTHING)
+        self.shapes.append(shape)
         self.made_of.append(made_of)
         return len(self.lines) - 1
 
     def _joined(self, computation: str, line: Instruction, tree: Tree) -> Tree:
         """Add a node for each array of a value, to be made of others as well."""
-        numbers = iter(range(len(line.results)))
+        numbered = enumerate(line.results)
 
         def joined(tree: Tree) -> Tree:
             if isinstance(tree, int):
-                return self._node(computation, line, next(numbers), [tree])
+                return self._node(computation, line, *next(numbered), [tree])
             return tuple(map(joined, tree))
 
         return joined(tree)
@@ -258,8 +262,8 @@ class Values:
             self.made_of[node].append(source)
 
 
-def leaves(tree: Tree) -> list[int]:
-    """List the nodes of a value, in order."""
+def leaves(tree: Tree | Sequence[Tree]) -> list[int]:
+    """List the nodes of a value, or of several, in order."""
     if isinstance(tree, int):
         return [tree]
     nodes: list[int] = []
