@@ -85,7 +85,7 @@ FIGURES = {
         ("half of the memory beside the arguments", "_program.verify.unexpected", "_KEPT", 0.5),
         ("a twentieth of the peak", "_program.verify.unexpected", "_KEPT_OF_PEAK", 0.05),
         ("or 5 % of all", "_program.verify.unexpected", "_SHARE", 0.05),
-        ("more than eight times what one rounding", "_program.rehearse_child", "_ROUNDINGS", 8),
+        ("more than eight times what one rounding", "_program.rehearse", "_ROUNDINGS", 8),
     ],
     "loading": [
         ("default 2 GiB", "_checkpoint.units", "DEFAULT_IN_FLIGHT", 2 << 30),
@@ -106,7 +106,7 @@ FIGURES = {
         ("4,000,000 nodes", "_rules.patterns", "_MAX_NODES_OF_RULES", 4_000_000),
         ("Default: 32 MiB", "_rules.rules", "DEFAULT_MEMORY_BUDGET", 32 << 20),
     ],
-    "same": [("Eight times of what that changes", "_program.rehearse_child", "_ROUNDINGS", 8)],
+    "same": [("Eight times of what that changes", "_program.rehearse", "_ROUNDINGS", 8)],
     "solve": [
         ("the ten best", "_program.solve.candidates", "MOST", 10),
         ("at most 12 rules", "_plan.suggest.draft", "MOST_RULES", 12),

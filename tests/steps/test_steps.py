@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.steps.score import Cost, outcome, score, warnings
 from tests.steps.table import Built, Step, steps
+from tests.support.folders import ROOT
 from tests.support.slow import slow
 
 SMALL = {
@@ -82,6 +85,12 @@ def test_costly_faults_are_told(step):
     assert len(row.costly) >= 10
     assert not warnings(row.clean)
     assert row.clean.unexplained < 0.01
+
+
+def test_the_page_says_how_many_are_missed():
+    page = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    missed = [int(costly) - int(found) for costly, found in re.findall(r"\| (\d+) \| (\d+) \(\d+ %\) \|", page)]
+    assert missed[::3] == [sum(len(MISSED.get(one.name, ())) for one in steps(group)) for group in ("tuned", "small")]
 
 
 def test_a_fault_that_jax_refuses_is_not_counted():

@@ -8,7 +8,7 @@ Blocks of one page share a namespace and a folder, in order:
 - What stands behind `<!-- printed -->` is what the block before has printed: a `text` block, or
   Markdown up to `<!-- /printed -->`. `python -m tests.support.docs_pages` writes it anew, in all pages,
   or in those named behind it.
-- Above a block, `<!-- not run: why -->`, `<!-- needs: flax, jax.set_mesh -->` (skipped without
+- Above a block, `<!-- not run: why -->`, `<!-- needs: flax, jax.CompilerEffortLevel -->` (skipped without
   them) and `<!-- exit: 1 -->` (of its commands) say what is special about it. At the top of a page,
   `<!-- page needs: optax -->` says it of all its blocks.
 """
