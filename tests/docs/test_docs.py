@@ -106,7 +106,7 @@ FIGURES = {
         ("4,000,000 nodes", "_rules.patterns", "_MAX_NODES_OF_RULES", 4_000_000),
         ("Default: 32 MiB", "_rules.rules", "DEFAULT_MEMORY_BUDGET", 32 << 20),
     ],
-    "same": [("Eight times of what that changes", "_program.rehearse", "_ROUNDINGS", 8)],
+    "same": [("Eight times what that changes", "_program.rehearse", "_ROUNDINGS", 8)],
     "solve": [
         ("the ten best", "_program.solve.candidates", "MOST", 10),
         ("at most 12 rules", "_plan.suggest.draft", "MOST_RULES", 12),
