@@ -53,6 +53,8 @@ class Step(NamedTuple):
     """What is wrong, and the arguments of `build` that make it so."""
     group: str = ""
     """"tuned": `verify` was tuned on it. "fresh", "blind" or "small": it was written afterwards."""
+    missed: frozenset[str] = frozenset()
+    """Costly faults that are not told."""
 
 
 def steps(*groups: str) -> list[Step]:
@@ -79,7 +81,7 @@ def _step(name: str, make: Callable[..., Built], row: Mapping[str, Any]) -> Step
             faults |= {slip: _fault(_rows()["usual"].get(slip, {"wrong": slip})) for slip in value}
         else:
             faults[key] = _fault(value)
-    return Step(name, partial(make, right), faults, row["group"])
+    return Step(name, partial(make, right), faults, row["group"], frozenset(row.get("missed", ())))
 
 
 def _fault(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,40 +48,11 @@ def test_some_faults_of_steps_are_told(step):
     assert not row.missed
 
 
-# Costly faults that are not told, with the newest JAX: of a plan that is followed, of what the
-# program calls itself, and of a few percent.
-MISSED = {
-    "a Llama in plain JAX": {"keys are cut over the sequence", "evaluation in the same step"},
-    "LoRA on an int8 base": {
-        "the base is planned to be whole",
-        "the base is cut over layers",
-        "all kernels are trained too",
-        "adapters are sharded",
-        "merged with adapters",
-    },
-    "decoding with a KV cache": {"keys are repeated for queries", "the head is cut as that of a row"},
-    "experts that exchange tokens in shard_map": {"outputs are summed again"},
-    "linen with logical axes": {"the sequence is cut over tp, and heads too"},
-    "nnx with its own jit": {"parameters are gathered for a penalty"},
-    "a pipeline in shard_map": {"activations are sent by a sum", "outputs are summed in every tick"},
-    "attention by a ring": {
-        "keys and values are gathered",
-        "attention without a ring",
-        "scores are cut over keys",
-        "kernels are cut over sp alone",
-        "gradients are whole",
-    },
-    "contrastive towers": {"scores are whole", "the last kernels are cut over their results"},
-    "a recommender with a table": {"the table is planned whole"},
-    "an LSTM": {"no remat"},
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("step", steps("tuned", "small"), ids=lambda step: step.name)
 def test_costly_faults_are_told(step):
     (row,) = score([step])
-    assert set(row.missed) <= MISSED.get(step.name, set())
+    assert set(row.missed) <= step.missed
     assert len(row.costly) >= 10
     assert not warnings(row.clean)
     assert row.clean.unexplained < 0.01
