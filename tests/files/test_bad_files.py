@@ -45,7 +45,7 @@ MODELS = [
     (rows(["x", [1e999], "F32"]), "Infinity is not a JSON number"),
     (rows(["x", [10**40], "F32"]), "more than 2"),
     (rows(["step", [1], "F32"]), "array 'step' is there twice; rename or remove one"),
-    (named({"step": [True]}), "'step' has"),
+    (named({"step": [True]}), r"logical_axes of 'step': Expected `str \| null`, got `bool` .*; write"),
     (rows(["x", 3, "F32"]), r"params\[2\]: Expected `array`, got `int` - at `\$\[1\]`"),
     (rows(["x", [4, 8], "F32"], ["y", [4, True], "F32"]), r"params\[3\]: Expected `int`, got `bool` - at `\$\[1\]\[1\]`"),
     (rows(["x", [8], "F32"], ["y", [8.0], "F32"]), r"params\[3\]: Expected `int`, got `float`"),
@@ -56,8 +56,7 @@ MODELS = [
     ({"params": {"x": {"shape": [8], "dtype": "F32"}}}, r"key 'params': it is"),
     (named([]), "key logical_axes: it is"),
     (named({"x": []}), "logical_axes: there is no array 'x'"),
-    (named({"step": "norm"}), "'step' has 'norm'"),
-    (named({"step": [3]}), "'step' has"),
+    (named({"step": "norm"}), "logical_axes of 'step': Expected `array`, got `str`: it is 'norm'"),
 ]  # fmt: skip
 
 
@@ -92,8 +91,8 @@ RULES = [
     (table(stacked="layers"), "stacked is 'layers' .*; write a list of paths or tables"),
     (table(companions=["lorra"]), r"companions\[0\]: there is no table 'lorra'.*lora, quantized"),
     (table(companions=[{}]), r"companions is \[{}\] .*; write a list of strings"),
-    (table(stacked=["a", 3]), r"stacked\[1\]: it is 3 .*; write the path of the stack, or a table"),
-    (table(stacked=[{"layer": "h_*"}]), r"stacked\[0\]: .*; write the path of the stack"),
+    (table(stacked=["a", 3]), r"stacked\[1\]: at is 3 .*; it must be a path"),
+    (table(stacked=[{"layer": "h_*"}]), r"stacked\[0\]: .* missing 1 required .*'at'"),
     (table(stacked=[{"at": "h", "axes": 1}]), r"stacked\[0\]: key 'axes' is unknown"),
     (table(stacked=[{"at": "h", "axis": -1}]), r"stacked\[0\]: axis is -1"),
     (table(stacked=[{"at": "h", "axis": "x"}]), r"stacked\[0\]: axis is 'x'"),
@@ -147,23 +146,19 @@ TOML = [
     ("[[rules]]\npattern = 'a'", r"rule 0: spec is missing; .*spec = \[\] rep"),
 ]
 
-NO_VALUE = "a value of this YAML is not of its type: "
 YAML = [
     ("a: 3", "key 'logical_axis_rules': there is no list of rules"),
     ("[" * 5000, "nested too deeply"),
-    ("a: !!python/object/apply:os.getcwd []", r"not YAML \(could not determine"),
-    ("logical_axis_rules: []\nlogical_axis_rules: []", "'logical_axis_rules' is there twice"),
-    ("a: &a 3\nb: *a", r"line 2, column 4: this is not YAML \(an alias: write out"),
-    ("x: &x {a: 1}\ny: {<<: *x}", r"line 2, column 9: this is not YAML \(an alias"),
+    ("- logical_axis_rules", "key 'logical_axis_rules': there is no list of rules"),
+    ("logical_axis_rules: []\nlogical_axis_rules: []", "the key 'logical_axis_rules' is there twice"),
+    ("logical_axis_rules: [[embed, !!python/name:os.getcwd x]]", r"line 1, column 30: .*this is no name but os.getcwd"),
+    ("logical_axis_rules: [[a, &a [tp]],\n[b, *a]]", r"line 1, column 26: an alias: write out"),
+    ("b: *a", r"this is not YAML: found undefined alias .*line 1, column 4"),
     ("logical_axis_rules: &a [*a]", "an alias"),
-    ("b: 1\na: 2020-13-45", f"{NO_VALUE}month"),
-    ('x: !!int ""', NO_VALUE),
-    ('x: !!timestamp "abc"', NO_VALUE),
-    (f"x: 1:{'59:' * 300}1.5", NO_VALUE),
-    ('y: 1\nx: !!bool "abc"', NO_VALUE),
-    ('x: "\\UFFFFFFFF"', NO_VALUE),
-    ("x: !!map [a]", "expected a mapping node, but found sequence"),
-    ("? [a]\n: 3", "not YAML"),
+    ("logical_axis_rules: [[a, 2020-13-45]]", "this is no name but timestamp"),
+    ("logical_axis_rules: [[a, 3]]", "this is no name but int"),
+    ("logical_axis_rules: [{a: b}]", "this is no name but map"),
+    ('x: "\\UFFFFFFFF"', "this is not YAML: .*too large"),
     ("\x00", "not YAML"),
 ]
 

@@ -41,7 +41,7 @@ from shardrules._place.processes import JointCall, Row, rows_of
 from shardrules._place.spec_trees import leaf_paths
 from shardrules._place.transfers import distinct
 from shardrules._plan.align import check_distinct, match_rows
-from shardrules._plan.files.leaves import ArraySpec, ArraySpecs
+from shardrules._plan.files.leaves import ArraySpec
 from shardrules._plan.files.models import Arrays, nested_dicts, read_arrays
 from shardrules._plan.files.safetensors import is_part
 from shardrules._plan.fold import fold_paths
@@ -208,7 +208,7 @@ def load(
 def _arrays_of(source: str) -> Arrays:
     """Read the headers of a checkpoint."""
     with memory_within(DEFAULT_IN_FLIGHT):
-        arrays = read_arrays(source, ArraySpecs(keeps_places=True))
+        arrays = read_arrays(source, keeps_places=True)
     if any(leaf.file is None for leaf in arrays.leaves.values()):
         raise FileError(f"{arrays.path}: {_NO_DATA}")
     if jax.process_index() == 0 and is_part(str(arrays.path)):

@@ -5,6 +5,7 @@ Stores such as gs, s3 and hf are read through fsspec, which asks again for what 
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import re
@@ -164,54 +165,35 @@ class ArraySpec:
     begin: int = field(default=0, repr=False)
 
 
-class ArraySpecs(dict[tuple[tuple[int, ...], str], ArraySpec]):
-    """{(shape, dtype): leaf} of one model, which may have several files.
-
-    A leaf is made and checked when it is first looked up. Equal leaves are one object.
-
-    Args:
-        keeps_places: Whether leaves say where their bytes are, if the file has them.
-    """
-
-    __slots__ = ("keeps_places",)
-
-    def __init__(self, *, keeps_places: bool = False) -> None:
-        super().__init__()
-        self.keeps_places = keeps_places
-
-    def __missing__(self, key: tuple[tuple[int, ...], str]) -> ArraySpec:
-        shape, dtype = key
-        if min(shape, default=0) < 0:
+@functools.lru_cache(maxsize=1 << 16)
+def array_spec(shape: tuple[int, ...], dtype: str) -> ArraySpec:
+    """Check and return a leaf without a file. Equal ones are one object, which plans need once."""
+    if min(shape, default=0) < 0:
+        raise ValueError(f"the shape {brief([*shape])} has a negative dimension; 0 is the least")
+    count = 1
+    for size in shape:  # 0 counts as 1, as in numpy; and the product does not get long
+        count *= size or 1
+        if count > MOST:
             raise ValueError(
-                f"the shape {brief([*shape])} has a negative dimension; 0 is the least"
+                f"the shape {brief([*shape])} has more than 2**63 - 1 elements; correct it"
             )
-        count = 1
-        for size in shape:  # 0 counts as 1, as in numpy; and the product does not get long
-            count *= size or 1
-            if count > MOST:
-                raise ValueError(
-                    f"the shape {brief([*shape])} has more than 2**63 - 1 elements; correct it"
-                )
-        name = numpy_name(dtype)
-        leaf = ArraySpec(shape, name) if name == dtype else self[shape, name]
-        self[key] = leaf
-        return leaf
+    name = numpy_name(dtype)
+    return ArraySpec(shape, name) if name == dtype else array_spec(shape, name)
 
-    def of_rows(
-        self, path: Path, rows: Sequence[tuple[str, tuple[int, ...], str]]
-    ) -> dict[str, ArraySpec]:
-        """Make {name: leaf} of the rows (name, shape, dtype) of a file."""
-        check_text(path, [name for name, _, _ in rows], "array")
-        leaves: dict[str, ArraySpec] = {}
-        for name, *key in rows:
-            try:
-                leaves[name] = self[tuple(key)]  # type: ignore[index]
-            except ValueError as error:
-                raise FileError(f"{path}: array {name!r}: {error}") from None
-        if len(leaves) < len(rows):
-            name = first_repeated([name for name, _, _ in rows])
-            raise FileError(f"{path}: array {name!r} is there twice; rename or remove one")
-        return leaves
+
+def leaves_of(path: Path, rows: Sequence[tuple[str, tuple[int, ...], str]]) -> dict[str, ArraySpec]:
+    """Return {name: leaf} of the rows (name, shape, dtype) of a file."""
+    check_text(path, [name for name, _, _ in rows], "array")
+    leaves: dict[str, ArraySpec] = {}
+    for name, shape, dtype in rows:
+        try:
+            leaves[name] = array_spec(shape, dtype)
+        except ValueError as error:
+            raise FileError(f"{path}: array {name!r}: {error}") from None
+    if len(leaves) < len(rows):
+        name = first_repeated([name for name, _, _ in rows])
+        raise FileError(f"{path}: array {name!r} is there twice; rename or remove one")
+    return leaves
 
 
 def check_text(path: Path, words: Sequence[str], what: str) -> None:

@@ -24,7 +24,7 @@ from shardrules._base.io import (
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import near_shown, shown
 from shardrules._plan.align import check_distinct
-from shardrules._plan.files.leaves import ArraySpec, ArraySpecs, RemotePath, converted
+from shardrules._plan.files.leaves import ArraySpec, RemotePath, converted, leaves_of
 from shardrules._plan.files.modules import file_name
 from shardrules._plan.files.safetensors import (
     INDEX_SUFFIX,
@@ -118,18 +118,18 @@ def _abstract_array(leaf: ArraySpec) -> Any:
     return ShapeDtypeStruct(leaf.shape, dtype)
 
 
-def read_arrays(source: str, make: ArraySpecs | None = None) -> Arrays:
+def read_arrays(source: str, *, keeps_places: bool = False) -> Arrays:
     """Read the arrays of a model in a file: their names, shapes and dtypes.
 
     Args:
         source: As the path of `read_model`; `"logical_axes": {name: [axis, ...]}` may stand beside
             the params of a manifest, and `"model": name`.
-        make: The leaves of the model. Default: `ArraySpecs()`, whose leaves have no data.
+        keeps_places: Whether leaves say where their bytes are, if the file has them.
 
     Raises:
         FileError: There is no such file, its kind is unknown, or it is damaged.
     """
-    path, make = _place_of(source), ArraySpecs() if make is None else make
+    path = _place_of(source)
     if _REPOSITORY.fullmatch(source) and not path.exists():
         raise FileError(
             f"{source}: there is no such file or directory; if it is a repository of Hugging Face, "
@@ -143,10 +143,10 @@ def read_arrays(source: str, make: ArraySpecs | None = None) -> Arrays:
     try:
         with collector_paused():
             if path.is_dir():
-                return _of_directory(path, make)
+                return _of_directory(path, keeps_places)
             if path.name.endswith(SUFFIX):
-                return _arrays_in(path, read_header(path, make))
-            return _of_json(path, make)
+                return _arrays_in(path, read_header(path, keeps_places))
+            return _of_json(path, keeps_places)
     except OSError as error:
         raise unreadable(path, error) from None
 
@@ -162,7 +162,7 @@ def _place_of(source: str) -> Any:
     return RemotePath(source if "://" in source else source.replace(":/", "://", 1))
 
 
-def _of_directory(path: Any, make: ArraySpecs) -> Arrays:
+def _of_directory(path: Any, keeps_places: bool) -> Arrays:
     """Read the safetensors files of a directory, by their index if they have one."""
     files = sorted(path.iterdir(), key=str)
     tensors, indexes = ([f for f in files if f.name.endswith(end)] for end in _SAFETENSORS)
@@ -173,7 +173,7 @@ def _of_directory(path: Any, make: ArraySpecs) -> Arrays:
             f"{', '.join(index.name for index in indexes)}; give the name of one"
         )
     if indexes:
-        return _of_json(indexes[0], make)._replace(name=name)
+        return _of_json(indexes[0], keeps_places)._replace(name=name)
     if cached := next((file for file in files if file.name == "snapshots"), None):
         raise FileError(f"{path}: this is a cache of Hugging Face; give {cached}/REVISION")
     if not tensors:
@@ -181,16 +181,16 @@ def _of_directory(path: Any, make: ArraySpecs) -> Arrays:
             f"{path}: the directory has no arrays that can be read; give {_FORMS}; or "
             "package.module:function, which returns what another library reads"
         )
-    return _arrays_in(path, read_files(path, tensors, make), name)
+    return _arrays_in(path, read_files(path, tensors, keeps_places), name)
 
 
-def _of_json(path: Any, make: ArraySpecs) -> Arrays:
+def _of_json(path: Any, keeps_places: bool) -> Arrays:
     """Read a list of arrays in JSON: a manifest, or an index of safetensors files."""
     content = parse_json(path, read_bytes(path))
     if isinstance(content, dict) and "params" in content:
-        leaves = _of_params(path, content["params"], make)
+        leaves = _of_params(path, content["params"])
     elif isinstance(content, dict) and "weight_map" in content:
-        leaves = read_index(path, content["weight_map"], make)
+        leaves = read_index(path, content["weight_map"], keeps_places)
     else:
         what = shown(content)
         raise FileError(f"{path}: line 1: this is {what}, which lists no arrays; give {_FORMS}")
@@ -210,30 +210,31 @@ def _arrays_in(path: Path, leaves: dict[str, ArraySpec], name: object = None) ->
 def _checked_names(
     path: Path, names: object, leaves: dict[str, ArraySpec]
 ) -> dict[str, tuple[str | None, ...]]:
+    where, example = (
+        f"{path}: key logical_axes: ",
+        '{"w": ["embed", null]}, a name of each dimension',
+    )
     if not isinstance(names, dict):
-        raise FileError(f'{path}: key logical_axes: it is {shown(names)}; write {{"w": ["embed"]}}')
-    for name, axes in names.items():
-        if name not in leaves:
-            raise FileError(
-                f"{path}: logical_axes: there is no array {name!r}{near_shown(name, leaves)}"
-            )
-        if not isinstance(axes, list) or not set(map(type, axes)) <= {str, type(None)}:
-            raise FileError(
-                f"{path}: logical_axes: {name!r} has {shown(axes)}; write a list with a name or "
-                "null for each dimension"
-            )
-    return {name: tuple(axes) for name, axes in names.items()}
+        raise FileError(f"{where}it is {shown(names)}; write {example}")
+    for name in names.keys() - leaves.keys():
+        raise FileError(f"{where}there is no array {name!r}{near_shown(name, leaves)}")
+    listed = [*names]
+    axes = converted(
+        path, [*names.values()], tuple[str | None, ...],
+        lambda index: f"logical_axes of {listed[index]!r}", f"write {example}",
+    )  # fmt: skip
+    return dict(zip(names, axes, strict=True))
 
 
 _Row = tuple[str, tuple[int, ...], str]
 """Name, shape and dtype of an array."""
 
 
-def _of_params(path: Path, params: object, make: ArraySpecs) -> dict[str, ArraySpec]:
+def _of_params(path: Path, params: object) -> dict[str, ArraySpec]:
     if not isinstance(params, list):
         raise FileError(f"{path}: key 'params': it is {shown(params)}; give {_FORMS}")
     example = 'write ["name", [4096, 128], "BF16"]'
-    return make.of_rows(path, converted(path, params, _Row, "params[{}]".format, example))
+    return leaves_of(path, converted(path, params, _Row, "params[{}]".format, example))
 
 
 def nested_dicts(arrays: Arrays) -> dict[str, Any]:

@@ -5,11 +5,12 @@ The parsers of TOML and YAML are bounded, and no tag makes an object.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple, NoReturn
+from typing import Annotated, Any, Final, NamedTuple
 
 from msgspec import Meta
 
@@ -22,7 +23,7 @@ from shardrules._base.io import (
     read_bytes,
     text_of,
 )
-from shardrules._base.text import record, shown
+from shardrules._base.text import record
 from shardrules._plan.codec import (
     Axes,
     RuleTable,
@@ -70,56 +71,43 @@ def parse_toml(path: Path, data: bytes) -> dict[str, Any]:
         raise FileError(f"{path}: the TOML is nested too deeply; rules need 3 levels") from None
 
 
-# What PyYAML raises for values such as a date that does not exist, or `!!int ""`.
-_BAD_VALUES: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-
-
-def parse_yaml(path: Path, data: bytes) -> Any:
-    """Parse bytes of a file as YAML, without aliases, and without tags that make objects."""
+def parse_yaml(path: Path, data: bytes) -> dict[str, Any]:
+    """Return the keys of MaxText's YAML, with the lists of names below those of rules."""
     try:
         import yaml  # type: ignore[import-untyped]
     except ModuleNotFoundError:
         raise FileError(f"{path}: reading YAML needs PyYAML; pip install pyyaml") from None
     try:
-        return _loader(yaml)(data).get_single_data()
-    except yaml.MarkedYAMLError as error:
-        mark: Any = error.problem_mark
-        where, problem = f"line {mark.line + 1}, column {mark.column + 1}", error.problem
-    except yaml.reader.ReaderError as error:
-        where, problem = f"position {error.position}", error.reason
+        root = yaml.compose(io.BytesIO(data), yaml.SafeLoader)  # a stream, as texts are quoted
     except RecursionError:
         raise FileError(f"{path}: the YAML is nested too deeply; rules need 4 levels") from None
-    except _BAD_VALUES as error:
-        raise FileError(f"{path}: a value of this YAML is not of its type: {error}") from None
-    raise FileError(f"{path}: {where}: this is not YAML ({problem}); correct it there")
+    except (yaml.YAMLError, OverflowError, ValueError) as error:  # also of a wrong escape
+        problem = " ".join(str(error).split())
+        raise FileError(f"{path}: this is not YAML: {problem}; correct it there") from None
+    if not isinstance(root, yaml.MappingNode):
+        raise _without_rules(path)
+    seen: set[int] = set()
 
+    def line_of(node: Any) -> str:
+        return f"{path}: line {node.start_mark.line + 1}, column {node.start_mark.column + 1}"
 
-def _loader(yaml: Any) -> type[Any]:
-    """Make a safe loader of PyYAML that refuses keys that repeat, and aliases.
+    def names_in(node: Any) -> Any:
+        # A few levels of aliases are more entries than any memory has.
+        if id(node) in seen:
+            raise FileError(f"{line_of(node)}: an alias: write out what it stands for")
+        seen.add(id(node))
+        if node.id == "sequence":
+            return list(map(names_in, node.value))
+        kind = node.tag.rpartition(":")[2]
+        if kind not in ("str", "null"):
+            raise FileError(f"{line_of(node)}: this is no name but {kind}; write a text, or a list")
+        return node.value if kind == "str" else None
 
-    A few levels of these are more entries than any memory has.
-    """
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined, unused-ignore]
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):
-                refuse("an alias: write out what it stands for", self.peek_event().start_mark)
-            return super().compose_node(parent, index)
-
-        def compose_mapping_node(self, anchor: Any) -> Any:
-            node = super().compose_mapping_node(anchor)
-            keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            names = [key.value for key in keys]
-            if len(set(names)) < len(names):
-                name = first_repeated(names)
-                again = [key for key in keys if key.value == name][1]
-                refuse(f"the key {name!r} is there twice", again.start_mark)
-            return node
-
-    def refuse(problem: str, mark: Any) -> NoReturn:
-        raise yaml.constructor.ConstructorError(None, None, problem, mark)
-
-    return Loader
+    nodes = {str(key.value): node for key, node in root.value}
+    if len(nodes) < len(root.value):
+        name = first_repeated([str(key.value) for key, _ in root.value])
+        raise FileError(f"{path}: the key {name!r} is there twice; remove one")
+    return {key: names_in(nodes[key]) if key.endswith(MAXTEXT_KEY) else None for key in nodes}
 
 
 MAXTEXT_KEY: Final = "logical_axis_rules"
@@ -237,13 +225,13 @@ def _table_in(path: Path, unread: list[str]) -> dict[str, Any]:
     """Return the table of one file; of MaxText's YAML the rules, as other keys are for MaxText."""
     parse, per_byte = _PARSERS.get(path.suffix, _JSON)
     content = parse(path, read_bytes(path, per_byte))
-    if isinstance(content, list) and path.suffix not in YAML:
+    if isinstance(content, list):
         return {"rules": content}
     if not isinstance(content, dict):
         raise _without_rules(path)
     if path.suffix not in YAML:
         return content
-    others = [key for key in content if str(key).endswith(MAXTEXT_KEY) and key != MAXTEXT_KEY]
+    others = [key for key in content if key.endswith(MAXTEXT_KEY) and key != MAXTEXT_KEY]
     unread += [f"{key} of {path}" for key in others]
     rules = {"rules": content[MAXTEXT_KEY]} if MAXTEXT_KEY in content else {}
     return {**rules, "kind": "logical", "dialect": MAXTEXT.name}
@@ -289,12 +277,7 @@ def _companions(table: _RuleFileTable) -> tuple[Companion, ...]:
     found: list[Companion] = []
     for index, entry in enumerate(table.stacked):
         where = f"stacked[{index}]: "
-        arguments: Any = {"at": entry} if isinstance(entry, str) else entry
-        if not isinstance(arguments, dict) or "at" not in arguments:
-            raise TypeError(
-                f"{where}it is {shown(entry)}; write the path of the stack, or a table of at and "
-                f"any of {', '.join(_STACK[1:])}"
-            )
+        arguments = entry if isinstance(entry, dict) else {"at": entry}
         check_keys(where, arguments, _STACK)
         with naming_place(where):
             found.append(stacked(**arguments))

@@ -3,12 +3,11 @@
 A header is checked as the safetensors library checks it. Some that the library accepts are refused:
 a key that occurs twice, of which it takes the last; unknown fields of an array; and forms that no
 writer uses, which are an array as a list of its fields, a dtype as an object, and a dimension above
-2**63 - 1.
+2**63 - 1. A byte order mark before the header, and the sign of -0, are taken.
 """
 
 from __future__ import annotations
 
-import codecs
 import logging
 import re
 from collections.abc import Iterator
@@ -25,10 +24,10 @@ from shardrules._base.io import FileError, join_chunks, opened, parse_json
 from shardrules._base.text import and_more, counted, near_shown, shown
 from shardrules._plan.files.leaves import (
     ArraySpec,
-    ArraySpecs,
     StoredFile,
     check_text,
     converted,
+    leaves_of,
     state_of,
 )
 
@@ -45,7 +44,6 @@ _OF_OTHERS: Final = ("adapter_model", "consolidated.safetensors")
 _METADATA: Final = "__metadata__"
 KEYS: Final = "shardrules.random_keys"
 """In the metadata: JSON of {name: implementation}, for arrays that have words of random keys."""
-_STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
@@ -56,7 +54,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     data_offsets: tuple[int, int]
 
 
-def read_header(path: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
+def read_header(path: Path, keeps_places: bool) -> dict[str, ArraySpec]:
     """Read the arrays of one file."""
     header, file, data = _header(path)
     metadata = _checked_metadata(path, header.pop(_METADATA, None))
@@ -65,11 +63,11 @@ def read_header(path: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
     found = converted(path, values, _Entry, lambda index: f"array {names[index]!r}", fix)
     entries = dict(zip(names, found, strict=True))
     rows = [(name, entry.shape, entry.dtype) for name, entry in entries.items()]
-    leaves = make.of_rows(path, rows)
+    leaves = leaves_of(path, rows)
     _check_entries(path, entries, leaves, len(data))
     if KEYS in metadata:
         leaves |= _random_keys(path, metadata[KEYS], leaves)
-    if not make.keeps_places:
+    if not keeps_places:
         return leaves
     return {
         name: ArraySpec(leaf.shape, leaf.dtype, file, data.start + entries[name].data_offsets[0])
@@ -94,7 +92,6 @@ def _header(path: Path) -> tuple[dict[str, Any], StoredFile, range]:
                 f"{_MOST_HEADER_BYTES:,} are allowed; is this a safetensors file?"
             )
         text = join_chunks(path, [file.read(length)], length)
-    _check_marks(path, text)
     header = parse_json(path, text)
     if not isinstance(header, dict):
         raise FileError(
@@ -102,14 +99,6 @@ def _header(path: Path) -> tuple[dict[str, Any], StoredFile, range]:
             "safetensors file?"
         )
     return header, StoredFile(path, state), range(8 + length, size)
-
-
-def _check_marks(path: Path, text: bytes) -> None:
-    """Refuse what parsing JSON would hide: a byte order mark, and the sign of -0."""
-    if text.startswith(codecs.BOM_UTF8):
-        raise FileError(f"{path}: byte 8: the header starts with a byte order mark; write it again")
-    if b"-0" in text and b"-" in _STRING.sub(b"", text):
-        raise FileError(f"{path}: a number in the header is negative; write the file again")
 
 
 def _checked_metadata(path: Path, metadata: object) -> dict[str, str]:
@@ -173,7 +162,7 @@ def _check_entries(
         )
 
 
-def read_index(path: Path, weight_map: Any, make: ArraySpecs) -> dict[str, ArraySpec]:
+def read_index(path: Path, weight_map: Any, keeps_places: bool) -> dict[str, ArraySpec]:
     """Read the arrays of the files in an index of Hugging Face, in the order of the index."""
     if not isinstance(weight_map, dict) or not {*map(type, weight_map.values())} <= {str}:
         raise FileError(
@@ -186,7 +175,7 @@ def read_index(path: Path, weight_map: Any, make: ArraySpecs) -> dict[str, Array
     _check_series(path, [*names_in])
     leaves: dict[str, ArraySpec] = {}
     paths = [_beside(path, shard, names[0]) for shard, names in names_in.items()]
-    of_files = zip(names_in.items(), _headers(paths, make), strict=True)
+    of_files = zip(names_in.items(), _headers(paths, keeps_places), strict=True)
     for (shard, names), arrays in of_files:
         for name in names:
             if name not in arrays:
@@ -209,13 +198,13 @@ def is_part(path: str) -> bool:
     return number is not None and int(number["count"]) > 1
 
 
-def _headers(paths: list[Path], make: ArraySpecs) -> Iterator[dict[str, ArraySpec]]:
+def _headers(paths: list[Path], keeps_places: bool) -> Iterator[dict[str, ArraySpec]]:
     """Read the headers of files; those of another machine at once, as each takes a while."""
     if all(isinstance(path, Path) for path in paths):
-        yield from (read_header(path, make) for path in paths)
+        yield from (read_header(path, keeps_places) for path in paths)
         return
     with ThreadPoolExecutor(_READS, "shardrules-headers") as pool:
-        yield from pool.map(partial(read_header, make=make), paths)
+        yield from pool.map(partial(read_header, keeps_places=keeps_places), paths)
 
 
 def _beside(path: Path, shard: str, name: str) -> Path:
@@ -247,7 +236,7 @@ def _check_series(source: Path, names: list[str]) -> None:
             )
 
 
-def read_files(directory: Path, paths: list[Path], make: ArraySpecs) -> dict[str, ArraySpec]:
+def read_files(directory: Path, paths: list[Path], keeps_places: bool) -> dict[str, ArraySpec]:
     """Read the arrays of several files of a directory together."""
     _check_series(directory, [path.name for path in paths])
     for path in paths:
@@ -257,7 +246,7 @@ def read_files(directory: Path, paths: list[Path], make: ArraySpecs) -> dict[str
                 "model of its own; give the name of one file, or put them into directories"
             )
     leaves: dict[str, ArraySpec] = {}
-    for path, arrays in zip(paths, _headers(paths, make), strict=True):
+    for path, arrays in zip(paths, _headers(paths, keeps_places), strict=True):
         for name in leaves.keys() & arrays.keys():
             raise FileError(
                 f"{path}: array {name!r}: another {SUFFIX} file of the directory has it too; give "
