@@ -205,7 +205,7 @@ class TestBackwards:
     def test_a_name_that_another_record_would_take_is_an_error(self, tmp_path):
         """`load` would turn it into another path."""
         renames = [sr.Rename("x", "y", optional=True), sr.Rename("{p}", "{p}")]
-        with pytest.raises(ValueError, match=r"x: it would become 'x', which .* does not turn"):
+        with pytest.raises(ValueError, match=r"x: it would become 'x', which these renames turn into an"):
             sr.save({"x": numbers(2)}, tmp_path / "m", renames=renames)
         assert not list(tmp_path.iterdir())
 

@@ -202,7 +202,7 @@ def _entries(tree: Any, renames: Sequence[Rename]) -> list[_Entry]:
         dtype = given_name(f"tree: the dtype of {path}", leaf.dtype)
         specs[name] = ArraySpec(tuple(leaf.shape), dtype)
     problems = Problems("the tree", in_file=False)
-    targets = targets_of(specs, records, problems, forwards(renames))
+    targets = targets_of(specs, records, problems)
     for name in targets.unfound if renames else ():
         problems.add(
             "left over: no Rename finds it; Rename('{name*}', '{name*}') at the end saves the rest "
@@ -210,9 +210,26 @@ def _entries(tree: Any, renames: Sequence[Rename]) -> list[_Entry]:
             name,
         )
     problems.raise_all()
+    if renames:
+        _check_forth(targets.by_path, renames, problems)
     for name, double in targets.doubles:
         _check_double(name, double, targets.by_path[name], live)
     return [_entry_of(name, target, live) for name, target in targets.by_path.items()]
+
+
+def _check_forth(
+    saved: Mapping[str, Target], renames: Sequence[Rename], problems: Problems
+) -> None:
+    """Check that `load` would make the same paths of what is saved."""
+    specs = {name: ArraySpec(target.shape, target.dtype) for name, target in saved.items()}
+    again = targets_of(specs, forwards(renames), problems).by_path
+    pairs = {(part.source, path) for path, target in again.items() for part in target.parts}
+    for name, target in saved.items():
+        for part in target.parts:
+            if (name, part.source) not in pairs:
+                what = f"it would become {name!r}, which these renames turn into another path"
+                problems.add(what, part.source)
+    problems.raise_all()
 
 
 def _entry_of(name: str, target: Target, live: Mapping[str, Any]) -> _Entry:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Final, NamedTuple
 
@@ -89,15 +89,6 @@ class Targets(NamedTuple):
     """The names that no record finds; they are paths, too."""
 
 
-class _Region(NamedTuple):
-    """Part of an array."""
-
-    which: Mapping[str, int]
-    """Which one it is along each axis that takes apart."""
-    form: Form
-    starts: Shape
-
-
 class _Found(NamedTuple):
     """Part whose place in the target is not known yet."""
 
@@ -110,20 +101,29 @@ class _Found(NamedTuple):
 
 
 def targets_of(
-    arrays: Mapping[str, ArraySpec],
-    records: Sequence[DirectedRename],
-    problems: Problems,
-    forward: Sequence[DirectedRename] = (),
+    arrays: Mapping[str, ArraySpec], records: Sequence[DirectedRename], problems: Problems
 ) -> Targets:
     """Return the arrays of the tree; raise an error with all problems, if there are any.
 
-    If records go back, arrays and tree change places, and `forward` are those of the way there.
+    If records go back, arrays and tree change places.
     """
     if not records:
         problems.raise_all()
         plain = {name: plain_target(name, array) for name, array in arrays.items()}
         return Targets(plain, [], list(arrays))
-    parts_by_path, unfound = _found_parts(arrays, records, problems, forward)
+    parts_by_path: dict[str, list[_Found]] = defaultdict(list)
+    unfound = []
+    for name, array in arrays.items():
+        for record, values in _records_for(name, records):
+            try:
+                if record is None:
+                    unfound.append(name)
+                    parts_by_path[name].append(_Found(name, None, *_as_it_is(array.shape), {}))
+                elif record.rename.path is not None:
+                    for path, part in _parts_of_array(name, array.shape, record, values):
+                        parts_by_path[path].append(part)
+            except MisfitError as error:
+                problems.add(str(error), name)
     targets, doubles = {}, []
     for path, parts in parts_by_path.items():
         # An array of the path's own goes before what is shared.
@@ -145,31 +145,6 @@ def targets_of(
             )
     problems.raise_all()
     return Targets(targets, doubles, unfound)
-
-
-def _found_parts(
-    arrays: Mapping[str, ArraySpec],
-    records: Sequence[DirectedRename],
-    problems: Problems,
-    forward: Sequence[DirectedRename],
-) -> tuple[dict[str, list[_Found]], list[str]]:
-    """Return (the parts of each path, the names that no record finds)."""
-    parts_by_path: dict[str, list[_Found]] = defaultdict(list)
-    unfound = []
-    for name, array in arrays.items():
-        for record, values in _records_for(name, records):
-            if record is None:
-                unfound.append(name)
-                parts_by_path[name].append(_Found(name, None, *_as_it_is(array.shape), {}))
-                continue
-            try:
-                for path, part in _parts_of_array(name, array.shape, record, values):
-                    if record.is_back and not record.rename.shared:
-                        _check_back(record, values, name, path, forward)
-                    parts_by_path[path].append(part)
-            except MisfitError as error:
-                problems.add(str(error), name)
-    return parts_by_path, unfound
 
 
 def plain_target(name: str, array: ArraySpec) -> Target:
@@ -202,44 +177,23 @@ def _records_for(
 def _parts_of_array(
     name: str, shape: Shape, record: DirectedRename, values: Mapping[str, str]
 ) -> Iterator[tuple[str, _Found]]:
-    """Yield (path, part) for each part of the array; nothing if it is left out."""
-    if record.rename.path is None:
-        return
+    """Yield (path, part) for each part of the array."""
     stacked = record.positions(values)
     is_even = all(isinstance(size, int) for size in record.rename.sizes.values())
     key = shape, () if is_even else tuple(stacked.values())
     if key not in record.regions:
         record.regions[key] = list(_regions(record, shape, stacked))
-    for region in record.regions[key]:
-        part = _Found(name, record, region.form, region.starts, stacked)
-        yield record.path(values, region.which), part
+    for which, form, starts in record.regions[key]:
+        yield record.path(values, which), _Found(name, record, form, starts, stacked)
 
 
-def _check_back(
-    record: DirectedRename,
-    values: Mapping[str, str],
-    path: str,
-    name: str,
-    forward: Sequence[DirectedRename],
-) -> None:
-    """Check that what goes back to a name would come to the same path again."""
-    for again in forward:
-        texts = None if again.rename.shared else again.values(name)
-        if texts is not None:
-            part = record.positions(values)
-            if again.rename is not record.rename or again.path(texts, part) != path:
-                raise MisfitError(
-                    f"it would become {name!r}, which {again.rename!r} does not turn into this "
-                    "path again"
-                )
-            return
-
-
-def _regions(record: DirectedRename, shape: Shape, stacked: Mapping[str, int]) -> Iterator[_Region]:
-    """Yield the regions of an array, one for each array that it is taken apart into."""
+def _regions(
+    record: DirectedRename, shape: Shape, stacked: Mapping[str, int]
+) -> Iterator[tuple[Mapping[str, int], Form, Shape]]:
+    """Yield (which one along axes that take apart, form, begin) of each region of an array."""
     dims = record.dims
     if record.rename.dims is None:
-        yield _Region({}, *_as_it_is(shape))
+        yield {}, *_as_it_is(shape)
         return
     if len(dims.source) != len(shape):
         raise MisfitError(
@@ -255,31 +209,26 @@ def _regions(record: DirectedRename, shape: Shape, stacked: Mapping[str, int]) -
             "made"
         )
     cuts = [_cuts(record, *row, n, stacked) for row, n in zip(rows, counts, strict=True)]
-    for chosen in product(*cuts):
-        which = {axis: i for cut in chosen for axis, i in cut.which.items()}
-        sizes = {axis: size for cut in chosen for axis, size in cut.sizes.items()}
-        spans = [cut.span for cut in chosen]
-        yield _Region(which, *form_of(dims, repeated | sizes, spans, shape))
-
-
-class _Cut(NamedTuple):
-    """Part of a dimension."""
-
-    which: dict[str, int]
-    """Which one it is along the axis that takes the dimension apart."""
-    sizes: dict[str, int]
-    """Of the other axes of the dimension."""
-    span: Span
+    for chosen in product(*map(enumerate, cuts)):
+        which = {
+            group[0]: i
+            for group, (i, _) in zip(dims.source, chosen, strict=True)
+            if {*group[:1]} & {*record.apart}
+        }
+        sizes = {axis: size for _, (sizes, _) in chosen for axis, size in sizes.items()}
+        spans = [span for _, (_, span) in chosen]
+        yield which, *form_of(dims, repeated | sizes, spans, shape)
 
 
 def _cuts(
     record: DirectedRename, group: Sequence[str], size: int, count: int, stacked: Mapping[str, int]
-) -> list[_Cut]:
-    """Return the parts of a dimension: one, or one for each array that it is taken apart into."""
+) -> list[tuple[dict[str, int], Span]]:
+    """Return (sizes of axes, span) of the parts of a dimension: one, or those it is taken into."""
     apart = [axis for axis in group[:1] if axis in record.apart]
     inner = group[len(apart) :]
-    which = [dict.fromkeys(apart, i) for i in range(count)]
-    known = [_said_sizes(record, inner, {**stacked, **each}) for each in which]
+    known = [
+        _said_sizes(record, inner, {**stacked, **dict.fromkeys(apart, i)}) for i in range(count)
+    ]
     unknown = [axis for axis in inner if axis not in known[0]] if known else []
     if len(unknown) > 1:
         raise MisfitError(f"its rename needs the sizes of all but one of {', '.join(group)}")
@@ -293,8 +242,8 @@ def _cuts(
             f"{' x '.join(factors) or '1'}"
         )
     return [
-        _Cut(index, sizes | dict.fromkeys(unknown, rest), (begin * rest, end * rest))
-        for index, sizes, begin, end in zip(which, known, ends, ends[1:], strict=False)
+        (sizes | dict.fromkeys(unknown, rest), (begin * rest, end * rest))
+        for sizes, (begin, end) in zip(known, pairwise(ends), strict=True)
     ]
 
 
@@ -306,10 +255,9 @@ def _said_sizes(
     for axis in axes:
         size = record.rename.sizes.get(axis)
         if isinstance(size, tuple):
-            groups = (
-                group for group in (*record.dims.source, *record.dims.target) if axis in group
-            )
-            at = next((positions[by] for group in groups for by in group if by in positions), -1)
+            groups = (*record.dims.source, *record.dims.target)
+            firsts = (group[0] for group in groups if axis in group)
+            at = next((positions[first] for first in firsts if first in positions), -1)
             if at >= len(size):
                 raise MisfitError(f"it has a part {at}, and its rename has sizes of {len(size)}")
             size = size[at] if at >= 0 else None
@@ -325,14 +273,12 @@ def _count(record: DirectedRename, group: Sequence[str], size: int) -> int:
     if words := record.words(group[0]):
         return len(words)
     count, *inner = (record.rename.sizes.get(axis) for axis in group)
-    if isinstance(count, int):
-        return count
-    if several := [len(each) for each in inner if isinstance(each, tuple)]:
-        return several[0]
-    others = [each for each in inner if isinstance(each, int)]
-    if len(others) < len(inner):
+    lengths = [len(each) for each in inner if isinstance(each, tuple)]
+    if isinstance(count, int) or lengths:
+        return count if isinstance(count, int) else lengths[0]
+    if None in inner:
         raise MisfitError(f"its rename needs words for {{{group[0]}}}, its size, or all others'")
-    return size // prod(others)
+    return size // prod(each for each in inner if isinstance(each, int))
 
 
 def _joined_target(members: Sequence[_Found], arrays: Mapping[str, ArraySpec]) -> Target:
