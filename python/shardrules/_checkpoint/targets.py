@@ -70,13 +70,12 @@ class Target(NamedTuple):
     parts: tuple[Part, ...]
     has_own_dtype: bool = False
     """Whether a record says its dtype."""
-    is_padded: bool = False
-    """Whether there are zeros beside the parts."""
 
     @property
     def is_plain(self) -> bool:
         """Say whether it is one array as it is, but for its name and dtype."""
-        return len(self.parts) == 1 and self.parts[0].form.is_plain and not self.is_padded
+        form = self.parts[0].form
+        return len(self.parts) == 1 and form.is_plain and form.shape == self.shape
 
 
 class Targets(NamedTuple):
@@ -315,7 +314,7 @@ def _joined_target(members: Sequence[_Found], arrays: Mapping[str, ArraySpec]) -
         for axis, size in record.rename.resize.items():
             shape[record.dims.target.index((axis,))] = size
     has_own = record is not None and record.rename.dtype is not None
-    return Target(tuple(shape), dtypes[0], tuple(parts), has_own, shape != filled)
+    return Target(tuple(shape), dtypes[0], tuple(parts), has_own)
 
 
 def _stacking_axes(part: _Found) -> dict[int, str]:

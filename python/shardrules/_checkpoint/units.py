@@ -314,8 +314,7 @@ class _Unit:
 
     def __init__(self, jobs: Sequence[Job], arrays: Mapping[str, ArraySpec]) -> None:
         # The job and the box of each value, and the function that makes it of the memory.
-        self.rows: list[tuple[int, Box]] = []
-        self.makes: list[Callable[[npt.NDArray[np.uint8]], npt.NDArray[Any]]] = []
+        self.rows: list[tuple[int, Box, Callable[[npt.NDArray[np.uint8]], npt.NDArray[Any]]]] = []
         self.bytes = 0
         self._jobs, self._arrays = jobs, arrays
         # By file: (a place in it, where ranges begin from there, the bytes of each, where they go).
@@ -330,20 +329,16 @@ class _Unit:
     def add(self, index: int, box: Box) -> None:
         """Add a box of an array."""
         job = self._jobs[index]
-        self.rows.append((index, box))
         shape, of_file = box_shape(box), self._arrays[job.target.parts[0].source]
         is_as_it_is = numpy_dtype(of_file.dtype) == job.dtype
         if is_as_it_is and job.target.is_plain and shape == job.target.shape:
-            self._add_whole(job.dtype, of_file)
+            place = self._read(of_file, 0, _AT_ONCE, prod(shape) * job.dtype.itemsize)
+            self.rows.append((index, box, partial(_whole, place, job.dtype, shape)))
             return
         views = [self._view(*block) for block in _blocks(job.target, box, self._arrays)]
         if len(views) > 1 or not is_as_it_is:
             self._beside += prod(shape) * job.dtype.itemsize
-        self.makes.append(partial(_assembled, job, box, views))
-
-    def _add_whole(self, dtype: np.dtype[Any], array: ArraySpec) -> None:
-        place = self._read(array, 0, _AT_ONCE, prod(array.shape) * dtype.itemsize)
-        self.makes.append(partial(_whole, place, dtype, array.shape))
+        self.rows.append((index, box, partial(_assembled, job, box, views)))
 
     def _view(self, part: Part, block: Block, filled: Box) -> _View:
         """Read a block into memory of its own."""
@@ -445,8 +440,6 @@ def fill(
         for unit in _units(jobs, reader.arrays, most_bytes):
             filling.read(unit, most_bytes)
         filling.make_room(0)
-        for index in range(len(jobs)):  # of some no device is here
-            filling.assemble(index)
     except MemoryError as error:
         raise MemoryError(
             f"{error}: the host's memory is full, with up to {bytes_shown(most_bytes)} that are "
@@ -454,7 +447,7 @@ def fill(
         ) from error
     finally:
         filling.pool.shutdown(cancel_futures=True)
-    return filling.arrays
+    return list(filling.assembled())
 
 
 _Reading = tuple[_Unit, npt.NDArray[np.uint8], list[Future[None]]]
@@ -465,9 +458,9 @@ class _Filling:
 
     def __init__(self, jobs: Sequence[Job], reader: Reader, done: Callable[[], None]) -> None:
         self.pool = ThreadPoolExecutor(_THREADS, "shardrules-load")
-        self.arrays: list[Any] = [None] * len(jobs)
         self._jobs, self._reader, self._done = jobs, reader, done
-        self._parts: dict[int, dict[Any, Any]] = defaultdict(dict)
+        # By device; of None an array that JAX cuts itself.
+        self._parts: list[dict[Any, Any]] = [{} for _ in jobs]
         self._reading: deque[_Reading] = deque()
         self._sent: deque[tuple[int, Any]] = deque()
         self._in_flight = 0
@@ -510,52 +503,42 @@ class _Filling:
         """Put what was read onto devices."""
         for read in reads:
             read.result()
-        values: list[Any] = []
-        places: list[Any] = []
-        devices: list[tuple[int, Any]] = []
-        for (index, box), make in zip(unit.rows, unit.makes, strict=True):
-            job, value = self._jobs[index], make(memory)
-            if job.sharding.is_fully_addressable and box_shape(box) == job.target.shape:
-                values.append(value)
-                places.append(job.sharding)
-                devices.append((index, None))
-                continue
-            kind = job.sharding.memory_kind
-            for device, part in _by_device(job, box, value):
+        rows, values, places = [], [], []
+        for index, box, make in unit.rows:
+            for device, place, part in _placed(self._jobs[index], box, make(memory)):
+                rows.append((index, device))
                 values.append(part)
-                places.append(SingleDeviceSharding(device, memory_kind=kind))
-                devices.append((index, device))
+                places.append(place)
         arrays = jax.device_put(values, places)
-        for (index, device), array in zip(devices, arrays, strict=True):
-            if device is None:
-                self.arrays[index] = array
-            else:
-                self._parts[index][device] = array
-        for index in {index for index, _ in unit.rows}:
-            self.assemble(index)
+        for (index, device), array in zip(rows, arrays, strict=True):
+            self._parts[index][device] = array
         self._sent.append((unit.needs, arrays))
 
-    def assemble(self, index: int) -> None:
-        """Make an array of its parts, if all are there."""
-        job, parts = self._jobs[index], self._parts.get(index, {})
-        if self.arrays[index] is not None:
-            return
-        order = job.sharding.addressable_devices_indices_map(job.target.shape)
-        if len(parts) == len(order):
-            self.arrays[index] = jax.make_array_from_single_device_arrays(
+    def assembled(self) -> Iterator[Any]:
+        """Yield the arrays; of some no device is here."""
+        for job, parts in zip(self._jobs, self._parts, strict=True):
+            if None in parts:
+                yield parts[None]
+                continue
+            order = job.sharding.addressable_devices_indices_map(job.target.shape)
+            yield jax.make_array_from_single_device_arrays(
                 job.target.shape, job.sharding, [parts[device] for device in order], dtype=job.dtype
             )
-            self._parts.pop(index, None)
 
 
-def _by_device(
+def _placed(
     job: Job, outer: Box, values: npt.NDArray[Any]
-) -> Iterator[tuple[Any, npt.NDArray[Any]]]:
-    """Yield the part of each device that lies in this box."""
+) -> Iterator[tuple[Any, Any, npt.NDArray[Any]]]:
+    """Yield (device, sharding, values) of each part in this box; (None, ...) of a whole array."""
+    if job.sharding.is_fully_addressable and box_shape(outer) == job.target.shape:
+        yield None, job.sharding, values
+        return
+    kind = job.sharding.memory_kind
     for box, devices in job.local_boxes.items():
         if all(a <= low and high <= b for (low, high), (a, b) in zip(box, outer, strict=True)):
             for device in devices:
-                yield device, values[slices_in(box, outer)]
+                place = SingleDeviceSharding(device, memory_kind=kind)
+                yield device, place, values[slices_in(box, outer)]
 
 
 def in_batches(items: Iterable[_T], most: int, bytes_of: Callable[[_T], int]) -> Iterator[list[_T]]:
