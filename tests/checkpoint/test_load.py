@@ -181,8 +181,8 @@ def test_what_does_not_fit_is_one_error(checkpoint):
     text = str(info.value)
     assert "33 problems with the arrays" in text
     assert "extra.{0..29}.w: missing: the tree wants float32[3]" in text
-    assert "model.norm.weight: another shape: the tree wants [31], and the array has [32]" in text
-    assert "embed_tokens.weight: another kind of dtype: the tree wants int32, and the array has bf" in text
+    assert "model.norm.weight: unlike the tree, which wants bfloat16[31]: the array is bfloat16[32]" in text
+    assert "embed_tokens.weight: unlike the tree, which wants int32[64, 32]: the array is bfloat16[64, 32]" in text
     assert "lm_head.weight: left over: the tree does not have it; a Rename to None leaves it out" in text
 
 

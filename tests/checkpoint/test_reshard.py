@@ -168,10 +168,9 @@ def test_what_does_not_fit_a_plan():
     plan = sr.plan({"w": jax.ShapeDtypeStruct((8, 4), "float32"), "v": np.ones(3)}, RULES, mesh_of())
     with pytest.raises(ValueError, match="the tree: 3 problems with the arrays") as info:
         sr.reshard({"w": np.ones((8, 8), "float32"), "x": np.ones(2, "float32")}, plan)
-    assert "w: another shape: the tree wants [8, 4], and the array has [8, 8]" in str(info.value)
+    assert "w: unlike the tree, which wants float32[8, 4]: the array is float32[8, 8]" in str(info.value)
     assert "v: missing" in str(info.value)
     assert "x: left over" in str(info.value)
-    assert not isinstance(info.value, sr.FileError)
 
 
 def test_the_shardings_of_another_tree():

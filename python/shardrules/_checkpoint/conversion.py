@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardrules._checkpoint.layouts import Form, Shape
+from shardrules._base.io import FileError
+from shardrules._checkpoint.layouts import Form, Shape, joined, whole_box
 from shardrules._checkpoint.targets import Target
 from shardrules._place.mesh import axes_of_type
 
@@ -62,10 +63,10 @@ def cast(array: Any, dtype: Any) -> tuple[Any, Any]:
     return (array, None) if dtype is None else _with_loss(np.asarray(array), dtype)
 
 
-def check_kept(path: str, loss: Any, error: type[ValueError] = ValueError) -> None:
+def check_kept(path: str, loss: Any) -> None:
     """Raise an error if an array has lost a value."""
     if loss is not None and np.asarray(getattr(loss, "addressable_data", lambda _: loss)(0)):
-        raise error(
+        raise FileError(
             f"{path}: a finite value would become infinite, or an integer another one; give the "
             "array a dtype that has them, alone with Rename(..., dtype=...), or set "
             "jax_enable_x64 for 64 bits"
@@ -156,9 +157,12 @@ def _program(
 
 def _made_on_host(target: Target, arrays: Mapping[str, Any]) -> Any:
     """Make the target of numpy arrays."""
-    result = np.zeros(target.shape, arrays[target.parts[0].source].dtype)
+    parts = []
     for name, form, starts, at in target.parts:
         region = tuple(map(slice, starts, map(sum, zip(starts, form.region, strict=True))))
         values = form.arranged(np, np.asarray(arrays[name])[region])
-        result[tuple(map(slice, at, map(sum, zip(at, values.shape, strict=True))))] = values
-    return result
+        # Without what is beyond the end of the target.
+        values = values[tuple(slice(n - begin) for n, begin in zip(target.shape, at, strict=True))]
+        box = tuple((begin, begin + n) for begin, n in zip(at, values.shape, strict=True))
+        parts.append((box, values))
+    return joined(whole_box(target.shape), arrays[target.parts[0].source].dtype, parts)

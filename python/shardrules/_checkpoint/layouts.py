@@ -49,6 +49,16 @@ def slices_in(box: Box, outer: Box) -> Any:
     return (*(slice(begin - at, end - at) for (begin, end), (at, _) in pairs), ...)
 
 
+def joined(outer: Box, dtype: np.dtype[Any], parts: Iterable[tuple[Box, Any]]) -> Any:
+    """Return the values of a box, made of those of boxes in it, with zeros beside them."""
+    result = np.zeros(box_shape(outer), dtype)
+    # numpy copies the elements of dtypes that are not its own one by one.
+    bits = np.dtype(f"u{dtype.itemsize}") if dtype.kind == "V" else dtype
+    for box, values in parts:
+        result.view(bits)[slices_in(box, outer)] = values.view(bits)
+    return result
+
+
 class Arrangement(NamedTuple):
     """Axes of an array's dimensions, and of the result's."""
 

@@ -405,20 +405,17 @@ def _converted(
     dtype: str,
 ) -> list[_ShapeAndDtype]:
     """Give weights this dtype, unless a record has one for them."""
-    scales = scales_in({name: array.dtype for name, array in arrays.items()})
+    weights = weights_in({name: array.dtype for name, array in arrays.items()})
     specs = []
     for (shape, before), target in zip(tree_specs, targets, strict=True):
-        if target is not None and target.has_own_dtype:
-            specs.append((shape, target.dtype))
-        elif is_plain_float(before) and not (target and target.parts[0].source in scales):
-            specs.append((shape, dtype))
-        else:
-            specs.append((shape, before))
+        is_weight = is_plain_float(before) and (not target or target.parts[0].source in weights)
+        own = target.dtype if target and target.has_own_dtype else None
+        specs.append((shape, own or (dtype if is_weight else before)))
     return specs
 
 
-def scales_in(dtypes: Mapping[str, str]) -> set[str]:
-    """Find arrays of scales: `scale` is in their last word, and codes have the same parent."""
+def weights_in(dtypes: Mapping[str, str]) -> set[str]:
+    """Find floats that are no scales: `scale` in their last word, and codes of the same parent."""
     words = {name: _bare(name).rpartition("/") for name in dtypes}
     with_codes = {
         words[name][0]
@@ -428,7 +425,7 @@ def scales_in(dtypes: Mapping[str, str]) -> set[str]:
     return {
         name
         for name, (parent, _, word) in words.items()
-        if "scale" in word and parent in with_codes
+        if is_plain_float(dtypes[name]) and not ("scale" in word and parent in with_codes)
     }
 
 
@@ -489,15 +486,10 @@ def _in_tree(
             problems.add(f"missing: the tree wants {dtype}{list(shape)}{hint}", path, unused)
             continue
         target = aligned[path] = targets[names[row]]
-        if target.shape != shape:
+        if target.shape != shape or not _fits(target.dtype, dtype):
             problems.add(
-                f"another shape: the tree wants {list(shape)}, and the array has "
-                f"{list(target.shape)}",
-                path,
-            )
-        elif not _fits(target.dtype, dtype):
-            problems.add(
-                f"another kind of dtype: the tree wants {dtype}, and the array has {target.dtype}",
+                f"unlike the tree, which wants {dtype}{list(shape)}: the array is "
+                f"{target.dtype}{list(target.shape)}",
                 path,
             )
     for name in unused:

@@ -15,10 +15,10 @@ from jax import tree_util
 from jax.sharding import NamedSharding
 
 from shardrules._base.arguments import boolean, byte_size
-from shardrules._base.dtypes import bits_of, given_float, is_plain_float
+from shardrules._base.dtypes import bits_of, given_float
 from shardrules._base.mistakes import in_order
 from shardrules._checkpoint.conversion import cast, check_kept, made, numpy_dtype
-from shardrules._checkpoint.load import checked_sharding, matched, scales_in, shapes_and_dtypes
+from shardrules._checkpoint.load import checked_sharding, matched, shapes_and_dtypes, weights_in
 from shardrules._checkpoint.names import Rename, checked_renames, forwards
 from shardrules._checkpoint.targets import Problems
 from shardrules._checkpoint.units import DEFAULT_IN_FLIGHT, in_batches
@@ -156,17 +156,15 @@ def _as_they_are(
     tree: Any, leaves: list[Any], shardings: list[Any], dtype: str | None
 ) -> dict[int, _Move]:
     """Return the move of each leaf that moves, by its index."""
-    scales, paths = set(), []
-    if dtype is not None:
-        paths = leaf_paths(tree)
-        dtypes = (str(getattr(leaf, "dtype", "")) for leaf in leaves)
-        scales = scales_in(dict(zip(paths, dtypes, strict=True)))
+    paths = leaf_paths(tree) if dtype is not None else []
+    names = (str(getattr(leaf, "dtype", "")) for leaf in leaves)
+    weights = weights_in(dict(zip(paths, names, strict=False)))
     moves = {}
     for i, sharding in enumerate(placeable(tree, leaves, shardings)):
         if sharding is not None:
             leaf = leaves[i]
-            goal = own = getattr(leaf, "dtype", None)
-            if dtype is not None and is_plain_float(str(own)) and paths[i] not in scales:
+            goal = getattr(leaf, "dtype", None)
+            if dtype is not None and paths[i] in weights:
                 goal = numpy_dtype(dtype)
             if isinstance(leaf, np.ndarray | np.generic):
                 goal = jax.dtypes.canonicalize_dtype(goal)
@@ -192,7 +190,7 @@ def _moves_by_paths(
                 tree_util.tree_unflatten(treedef, tree_util.tree_leaves(each))
                 for each in (in_tree, rules)
             )
-    problems = Problems("the tree", in_file=False)
+    problems = Problems("the tree")
     abstract, targets = matched(arrays, in_tree, forwards(renames), dtype, problems)
     specs, _, shardings = requested_shardings(abstract, rules, mesh)
     live, row = dict(zip(names, leaves, strict=True)), {name: i for i, name in enumerate(names)}

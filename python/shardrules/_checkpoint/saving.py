@@ -28,8 +28,8 @@ from shardrules._checkpoint.layouts import (
     box_of,
     box_shape,
     hull_of,
+    joined,
     plain_form,
-    slices_in,
     whole_box,
 )
 from shardrules._checkpoint.names import Rename, backwards, checked_renames, forwards
@@ -201,7 +201,7 @@ def _entries(tree: Any, renames: Sequence[Rename]) -> list[_Entry]:
         live[name] = leaf
         dtype = given_name(f"tree: the dtype of {path}", leaf.dtype)
         specs[name] = ArraySpec(tuple(leaf.shape), dtype)
-    problems = Problems("the tree", in_file=False)
+    problems = Problems("the tree")
     targets = targets_of(specs, records, problems)
     for name in targets.unfound if renames else ():
         problems.add(
@@ -312,10 +312,7 @@ def _own_boxes(leaf: Any, first: bool) -> Iterator[tuple[Box, Any]]:
     if has_rows or not is_tiled or size * leaf.dtype.itemsize > _MOST_JOINED:
         yield from parts
         return
-    joined = np.empty(box_shape(hull), leaf.dtype)
-    for box, values in parts:
-        joined[slices_in(box, hull)] = values
-    yield hull, joined
+    yield hull, joined(hull, leaf.dtype, parts)
 
 
 def _write_box(file: BinaryIO, start: int, shape: Shape, box: Box, values: Any) -> None:

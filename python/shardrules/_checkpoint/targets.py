@@ -25,9 +25,8 @@ _MOST_PARTS: Final = 1_000_000
 class Problems:
     """Problems with arrays, told in one error; equal lines with many paths become one."""
 
-    def __init__(self, name: str, *, in_file: bool = True) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._in_file = in_file
         self._paths: dict[str, list[str]] = defaultdict(list)
         self._among: dict[str, Sequence[str]] = {}
 
@@ -47,8 +46,7 @@ class Problems:
                 # More of them would cost seconds, and tell no more.
                 others = fold_paths(self._among[what]) if len(lines) <= _MOST_NEAR else ()
                 lines.append(f"  {pattern}: {what}{near_shown(pattern, others)}")
-        error = FileError(*lines)
-        raise error if self._in_file else ValueError(str(error))
+        raise FileError(*lines)
 
 
 class Part(NamedTuple):

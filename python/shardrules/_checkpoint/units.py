@@ -32,6 +32,7 @@ from shardrules._checkpoint.layouts import (
     box_of,
     box_shape,
     hull_of,
+    joined,
     row_major,
     slices_in,
     whole_box,
@@ -79,24 +80,14 @@ class Ranges(NamedTuple):
         """Return some of them."""
         return Ranges(*(column[index] for column in self))
 
-    def in_order(self) -> Ranges:
-        """Return them in the order of the file, neighbours as one."""
-        is_sorted = (np.diff(self.begins) >= 0).all()
-        ranges = self if is_sorted else self.part(np.argsort(self.begins, kind="stable"))
-        begins, sizes, places = ranges
-        is_next = (np.diff(begins) == sizes[:-1]) & (np.diff(places) == sizes[:-1])
-        first = np.flatnonzero(np.concatenate([[True], ~is_next]))
-        return Ranges(begins[first], np.add.reduceat(sizes, first), places[first])
-
     def shares(self) -> Iterator[Ranges]:
-        """Yield them in parts of about `_READ` bytes; long ones are cut."""
-        ranges = self
-        if int(ranges.sizes.max()) > _READ:
-            cuts = -(-ranges.sizes // _READ)
-            ranges = ranges.part(np.repeat(np.arange(len(cuts)), cuts))
-            at = (np.arange(len(ranges.begins)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * _READ
-            sizes = np.minimum(ranges.sizes - at, _READ)
-            ranges = Ranges(ranges.begins + at, sizes, ranges.places + at)
+        """Yield them in the order of the file, in parts of about `_READ` bytes; long ones cut."""
+        ranges = self.part(np.argsort(self.begins, kind="stable"))
+        cuts = -(-ranges.sizes // _READ)
+        ranges = ranges.part(np.repeat(np.arange(len(cuts)), cuts))
+        at = (np.arange(len(ranges.begins)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * _READ
+        sizes = np.minimum(ranges.sizes - at, _READ)
+        ranges = Ranges(ranges.begins + at, sizes, ranges.places + at)
         share = (np.cumsum(ranges.sizes) - 1) // _READ
         ends = np.flatnonzero(np.diff(share)) + 1
         for begin, end in pairwise([0, *ends.tolist(), len(share)]):
@@ -367,8 +358,8 @@ class _Unit:
                 for column in (firsts, sizes, places, [0, *accumulate(counts[:-1])])
             )
             within = (np.arange(len(size)) - start) * size
-            joined = Ranges(np.concatenate(begins) + first, size, place + within)
-            for share in joined.in_order().shares():
+            all_of_file = Ranges(np.concatenate(begins) + first, size, place + within)
+            for share in all_of_file.shares():
                 yield file, share
 
     def memory(self) -> npt.NDArray[np.uint8]:
@@ -392,17 +383,13 @@ def _assembled(
     parts = [_as_job_dtype(job, view.of(memory)) for view in views]
     if len(views) == 1 and views[0].filled == box:
         return parts[0]
-    values: npt.NDArray[Any] = np.zeros(box_shape(box), job.dtype)
-    # numpy copies the elements of dtypes that are not its own one by one.
-    bits = np.dtype(f"u{job.dtype.itemsize}") if job.dtype.kind == "V" else job.dtype
-    for view, part in zip(views, parts, strict=True):
-        values.view(bits)[slices_in(view.filled, box)] = part.view(bits)
-    return values
+    filled = [view.filled for view in views]
+    return joined(box, job.dtype, zip(filled, parts, strict=True))  # type: ignore[no-any-return]
 
 
 def _as_job_dtype(job: Job, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     result, loss = cast(values, job.dtype)
-    check_kept(job.path, loss, FileError)
+    check_kept(job.path, loss)
     return result  # type: ignore[no-any-return]
 
 
