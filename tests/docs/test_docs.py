@@ -5,6 +5,8 @@ import doctest
 import importlib
 import pkgutil
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -171,6 +173,13 @@ def test_each_drop_in_has_an_example(name):
     """One for the module: the reader knows the original."""
     if name not in CONSTANTS:
         assert ">>>" in Path(importlib.import_module(name).__file__).read_text()
+
+
+def test_no_drop_in_needs_its_library():
+    names = [name for name in MODULES if re.match(r"shardrules\.compat\.[^_]", name)]
+    absent = dict.fromkeys(["eformer", "flax", "keras", "MaxText", "maxtext"])
+    code = f"import sys; sys.modules.update({absent}); import {', '.join(names)}"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # pages show the legacy mesh, too
