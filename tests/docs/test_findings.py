@@ -64,6 +64,9 @@ def named_axes_of_a_dense_general():
 CAUSES = {
     "implies that array axis 0 is partitioned 4 times, but the dimension size is 6": lambda: on("fsdp", rows=6),
     "Resource axis: tpp of P('tpp',) is not found in mesh": lambda: on("tpp"),
+    "Partition rule not found for param: w": lambda: pytest.importorskip("eformer.escale").match_partition_rules(
+        [("v", P())], {"w": np.ones(8)}
+    ),
     "Sharding passed to jit does not match the sharding on the respective arg": lambda: jax.jit(
         jnp.sin, in_shardings=NamedSharding(MESH, P("fsdp"))
     )(on("tp")),
