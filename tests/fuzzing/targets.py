@@ -80,7 +80,8 @@ def safetensors(data: bytes) -> None:
         except FileError:
             continue
         _check_arrays(arrays.leaves)
-        if library is not None:
+        is_lax = b"-0" in content or content[8:11] == b"\xef\xbb\xbf"  # which the library refuses
+        if library is not None and not is_lax:
             theirs = {name: tuple(one["shape"]) for name, one in library.deserialize(content)}
             assert theirs == {name: leaf.shape for name, leaf in arrays.leaves.items()}
 
