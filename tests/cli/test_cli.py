@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import importlib
-import io
 import json
 import re
 import sys
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import shardrules as sr
-from tests.support.command_line import ended
 from tests.support.command_line import invoke as run
 
 SMALL = {
@@ -258,11 +256,7 @@ def test_a_terminal_is_shown_what_a_pipe_gets_but_for_colours(monkeypatch, no_co
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("NO_COLOR", no_color or "")
     words = (*CHECK.split(), "-m", "fsdp=2,tp=4,dp=2")
-    monkeypatch.setattr("sys.argv", ["shardrules", *words])
-    monkeypatch.setattr("sys.stdout", screen := io.StringIO())
-    monkeypatch.setattr(screen, "isatty", lambda: True)
-    assert ended() == 1
-    shown, piped = screen.getvalue(), run(*words).stdout
+    shown, piped = (run(*words, is_terminal=each).stdout for each in (True, False))
     assert ("\x1b[31m" in shown, "\x1b[" in piped) == (no_color is None, False)
     assert re.sub(r"\x1b\[[0-9;]*m", "", shown) == piped
 

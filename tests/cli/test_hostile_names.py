@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import sys
@@ -11,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 import shardrules as sr
-from tests.support.command_line import ended
+from tests.support.command_line import invoke
 from tests.support.hostile_names import HOSTILE, assert_safe
 from tests.support.slow import slow
 
@@ -117,38 +116,21 @@ OPTIONS = (
 )  # fmt: skip
 
 
-def commands(model, rules, mesh, directory, tail):
-    both = [model, "--rules", rules, "--mesh", mesh]
-    lock = str(directory / "plan.lock")
-    return {
-        "plan": ["plan", *both, "--hbm", "1GB", "--lock", lock],
-        "plan json": ["plan", *both, "--format", "json"],
-        "check": ["check", *both, "--large", "1kB", *tail],
-        "check json": ["check", *both, "--large", "1kB", "--format", "json", *tail],
-        "check github": ["check", *both, "--large", "1kB", "--format", "github", *tail],
-        "explain": ["explain", model, "layers/w", *both[1:]],
-        "explain another": ["explain", model, "embed/x", *both[1:]],
-        "sweep": ["sweep", model, "--rules", rules, "--mesh", mesh, "--mesh", "fsdp=2"],
-        "fix": ["check", *both, "--fix"],
-        "suggest toml": ["suggest", model, "--mesh", mesh],
-        "suggest python": ["suggest", model, "--mesh", mesh, "--format", "python"],
-        "diff": ["diff", lock, *both],
-        "diff of locks": ["diff", lock, str(directory / "harmless.lock")],
-    }  # fmt: skip
-
-
-ON_TERMINALS = {"plan", "check", "explain", "sweep"}
-
-
-def run(monkeypatch, args, *, is_terminal=False):
-    out, err = io.StringIO(), io.StringIO()
-    with monkeypatch.context() as patched:
-        patched.setattr(out, "isatty", lambda: is_terminal)
-        patched.setattr(sys, "stdout", out)
-        patched.setattr(sys, "stderr", err)
-        patched.setattr(sys, "argv", ["shardrules", *args])
-        code = ended()
-    return code, out.getvalue(), err.getvalue()
+COMMANDS = """
+plan MODEL --hbm 1GB --lock plan.lock
+plan MODEL --format json
+check MODEL --large 1kB OPTION
+check MODEL --large 1kB --format json OPTION
+check MODEL --large 1kB --format github OPTION
+explain MODEL layers/w
+explain MODEL embed/x
+sweep MODEL -m fsdp=2
+check MODEL --fix
+suggest MODEL_ALONE
+suggest MODEL_ALONE --format python
+diff plan.lock MODEL
+diff plan.lock harmless.lock
+"""
 
 
 @pytest.fixture
@@ -156,28 +138,33 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    harmless = sr.plan({}, [], {"tp": 2}).lock()
-    (tmp_path / "harmless.lock").write_text(harmless)
+    sr.plan({}, [], {"tp": 2}).lock("harmless.lock")
     return tmp_path
 
 
-def told(here, monkeypatch, name, changes, *of_check):
+def told(here, name, changes, *option):
     """Per command what it tells with this name somewhere, which must be safe."""
     found = {}
-    for command, args in commands(*files_given(here, **changes), here, of_check).items():
-        for is_terminal in (False, True)[: 1 + (command in ON_TERMINALS)]:
-            code, out, err = run(monkeypatch, args, is_terminal=is_terminal)
-            assert_safe(out, is_github=command == "check github")
-            assert_safe(err)
+    model, rules, mesh = files_given(here, **changes)
+    words_of = {
+        "MODEL": (model, "--rules", rules, "--mesh", mesh), "MODEL_ALONE": (model, "--mesh", mesh), "OPTION": option,
+    }  # fmt: skip
+    for line in COMMANDS.strip().splitlines():
+        words = [word for each in line.split() for word in words_of.get(each, [each])]
+        for is_terminal in (False, True):
+            code, out, err = (done := invoke(*words, is_terminal=is_terminal)).exit_code, done.stdout, done.stderr
+            assert_safe(out, is_github="github" in line)
+            assert_safe(re.sub(r" \.\.\.\r|\x1b\[K", "\n", err) if is_terminal else err)
+            err = err.rpartition("\x1b[K")[2]  # behind the line of what it works at
             assert code in (0, 1, 2)
-            assert (code == 2) == any(line.startswith("error: ") for line in err.split("\n")), err
-            assert "bug of shardrules" not in err
+            assert (code == 2) == any(each.startswith("error: ") for each in err.split("\n")), err
+            assert "bug in shardrules" not in err
             # What the user's own code raises is told with its lines, if several with the fix behind.
             count = len(name.splitlines()) if " has raised RuntimeError: " in err else 1
             errors = err.count("\n") - (count if count > 1 else 0)
-            lines = None if is_terminal or command.startswith(("suggest", "fix")) else (out.count("\n"), errors)
-            summary = out.split("\n")[-2:] if command == "check" and code != 2 else None
-            found[command, is_terminal] = (code, lines, summary)
+            lines = None if is_terminal or line.startswith("suggest") or "fix" in line else (out.count("\n"), errors)
+            summary = out.split("\n")[-2:] if line.endswith("1kB OPTION") and code != 2 else None
+            found[line, is_terminal] = (code, lines, summary)
     return found
 
 
@@ -186,11 +173,11 @@ NAMES = pytest.mark.parametrize("names", [WORST, slow(HOSTILE)], ids=["worst", "
 
 @NAMES
 @pytest.mark.parametrize("place", PLACES)
-def test_no_name_is_raw_or_a_line_or_a_command(here, monkeypatch, place, names):
+def test_no_name_is_raw_or_a_line_or_a_command(here, place, names):
     a_name = "a harmless name"
-    harmless = told(here, monkeypatch, a_name, PLACES[place](a_name))
+    harmless = told(here, a_name, PLACES[place](a_name))
     for name in names:
-        found = told(here, monkeypatch, name, PLACES[place](name))
+        found = told(here, name, PLACES[place](name))
         # What went as well as with a harmless name has as many lines, and the same summary.
         for key, (code, *rest) in found.items():
             if code == harmless[key][0]:
@@ -199,6 +186,6 @@ def test_no_name_is_raw_or_a_line_or_a_command(here, monkeypatch, place, names):
 
 @NAMES
 @pytest.mark.parametrize("option", OPTIONS)
-def test_no_option_s_value_is_raw_or_a_line_or_a_command(here, monkeypatch, option, names):
+def test_no_option_s_value_is_raw_or_a_line_or_a_command(here, option, names):
     for name in names:
-        told(here, monkeypatch, name, {}, option.replace("{}", name), name)
+        told(here, name, {}, option.replace("{}", name), name)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 
 import pytest
 
-from tests.support.command_line import ended, invoke
+from tests.support.command_line import invoke
 
 MODULE = """
 import jax
@@ -59,13 +58,9 @@ def test_it_writes_rules_and_constraints(folder):
 
 
 @pytest.mark.parametrize(("is_terminal", "options"), [(True, ()), (True, ("-q",)), (False, ())])
-def test_a_terminal_shows_how_far_it_is(monkeypatch, is_terminal, options):
+def test_a_terminal_shows_how_far_it_is(is_terminal, options):
     pytest.importorskip("ortools")
-    monkeypatch.setattr("sys.argv", ["shardrules", *WORDS, *options])
-    monkeypatch.setattr("sys.stderr", screen := io.StringIO())
-    monkeypatch.setattr(screen, "isatty", lambda: is_terminal)
-    assert ended() == 0
-    told = screen.getvalue()
+    told = invoke(*WORDS, *options, is_terminal=is_terminal).stderr
     is_told = "mesh 1 of 1, fsdp=4,tp=2: best " in told and "bound " in told and "gap 0.0%" in told
     assert is_told == (is_terminal and not options)
 

@@ -32,20 +32,25 @@ class Done(NamedTuple):
         return self.stdout + self.stderr
 
 
-def invoke(*words: object) -> Done:
-    """Runs `shardrules` with these words; no stream is a terminal."""
-    streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in "oe"]
+class _Screen(io.TextIOWrapper):
+    def isatty(self) -> bool:
+        return True
+
+
+def invoke(*words: object, is_terminal: bool = False) -> Done:
+    """Runs `shardrules` with these words; its streams are a terminal, or files."""
+    kind = _Screen if is_terminal else io.TextIOWrapper
+    streams = [kind(io.BytesIO(), encoding="utf-8", write_through=True) for _ in "oe"]
     with (
         mock.patch.object(sys, "argv", ["shardrules", *map(str, words)]),
         contextlib.redirect_stdout(streams[0]),
         contextlib.redirect_stderr(streams[1]),
     ):
-        code = ended()
+        code = _ended()
     return Done(code, *(stream.buffer.getvalue() for stream in streams))
 
 
-def ended() -> int:
-    """The exit code of the command that `sys.argv` names."""
+def _ended() -> int:
     try:
         return run()
     except BaseException as error:
