@@ -207,22 +207,3 @@ class TestCheck:
     def test_what_jit_has_is_not(self, kind):
         rules = [("w", on_host(("fsdp", "tp"), kind))]
         assert sr.plan({"w": self.LARGE}, rules, {"fsdp": 2, "tp": 2}).check() == ()
-
-
-OF_TRAINING = {"params": {"w": array(16, 8)}, "opt_state": {"mu": {"w": array(16, 8)}}}
-
-
-def test_bytes_say_which_leaves_are_the_optimizers_by_their_names():
-    of_state = sr.plan(OF_TRAINING, [(".*", "fsdp")], SIZES).bytes_per_device()
-    assert of_state.guessed == ("opt_state/mu/w",)
-    assert str(of_state).splitlines()[1] == "assumed by names: optimizer of opt_state/mu/w"
-    plain = sr.plan(TREE, RULES, SIZES).bytes_per_device(gradients=True)
-    assert not plain.guessed
-    assert "assumed" not in str(plain)
-
-
-def test_a_sweep_by_bytes_says_so_too():
-    plan = sr.plan({**OF_TRAINING, "ema": array(16)}, [(".*", "fsdp")], SIZES)
-    line = "assumed by names: optimizer of opt_state/mu/w and 1 more"
-    assert line in str(plan.sweep()).splitlines()
-    assert "assumed" not in str(sr.plan(TREE, RULES, SIZES).sweep())

@@ -196,15 +196,6 @@ def test_the_chart_painted_replicated_state_as_sharded():
     assert (cut.replicated, cut.bytes) == (0, 2**20)
 
 
-def test_the_page_lost_what_its_sweep_assumed():
-    """A slice of a sweep was made anew, without its notes."""
-    leaf = jax.ShapeDtypeStruct((64, 64), "float32")
-    tree = {"params": {"w": leaf}, "opt_state": {"mu": {"w": leaf}}}
-    sweep = sr.plan(tree, [("w", "fsdp")], {"fsdp": 4}).sweep()
-    assert sweep.notes == ["assumed by names: optimizer of opt_state/mu/w"] == sweep[:1].notes
-    assert type(sweep[:0]) is type(sweep)
-
-
 @pytest.mark.parametrize(("name", "written"), [("own", "to_python"), ("eformer", "to_toml")])
 def test_the_page_ends_with_suggested_rules(name, written):
     """As a file, or as code where no file can say them; with the reason of each."""

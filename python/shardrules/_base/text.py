@@ -295,7 +295,7 @@ def _html(self: Any) -> str:
     pages: list[str] = []
     for number, part in enumerate(parts):
         is_table = hasattr(part, "html")
-        page = part.html("", most=_MOST_LINES) if is_table else _text_html(str(part))
+        page = part.html(_MOST_LINES) if is_table else _text_html(str(part))
         if sum(map(len, pages)) + len(page) > MOST_HTML - 100:
             (rest,) = and_more(len(parts), number, "part")
             return "".join([*pages, f"<pre>{rest}; print shows them</pre>"])

@@ -43,25 +43,19 @@ class Table:
             for line in ([column.head for column in self.columns], *self.rows)
         ]
 
-    def html(self, caption: str, last: str = "", most: int | None = None) -> str:
-        """Return an HTML table, with a last line if there is one; texts are escaped."""
-        from html import escape
+    def html(self, most: int | None = None) -> str:
+        """Return an HTML table of so many rows; texts are escaped."""
 
         def line(tag: str, cells: Iterable[str]) -> str:
             marked = (f"<{tag}>{coloured(printable(cell))}</{tag}>" for cell in cells)
             return f"<tr>{''.join(marked)}</tr>"
 
         rows = self.rows[:most]
-        if more := and_more(len(self.rows), len(rows), "row"):
-            last = f"{more[0]}; print shows them"
         body = "".join(line("td", row) for row in rows)
-        if last:
-            body += f'<tr><td colspan="{len(self.columns)}">{escape(printable(last))}</td></tr>'
-        return (
-            f"<table>{f'<caption>{escape(printable(caption))}</caption>' if caption else ''}"
-            f"<thead>{line('th', (column.head for column in self.columns))}</thead>"
-            f"<tbody>{body}</tbody></table>"
-        )
+        for more in and_more(len(self.rows), len(rows), "row"):
+            body += f'<tr><td colspan="{len(self.columns)}">{more}; print shows them</td></tr>'
+        head = line("th", (column.head for column in self.columns))
+        return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
 
     def _widths(self) -> list[int]:
         lines = ([column.head for column in self.columns], *self.rows)

@@ -27,10 +27,18 @@ from shardrules._base.specs import (
 from shardrules._base.text import and_more, bytes_shown, counted, mesh_shown, printable, record
 from shardrules._place.mesh import has_devices
 from shardrules._place.shardings import listing
-from shardrules._plan.align import check_distinct, match_rows, placement_errors
+from shardrules._plan.align import check_distinct, placement_errors
 from shardrules._plan.answers import Answer, Column, Table
 from shardrules._plan.fold import fold
-from shardrules._plan.kinds import Kind, Spec, dtype_shown, placement_shown, problem_shown
+from shardrules._plan.kinds import (
+    Kind,
+    Spec,
+    dtype_shown,
+    kind_json,
+    placement_shown,
+    problem_shown,
+)
+from shardrules._plan.leaves import grouped
 from shardrules._rules.patterns import with_inline_flags
 from shardrules._rules.rules import Rules
 
@@ -65,42 +73,30 @@ def _written(spec: Spec | None) -> str:
     return "" if spec is None else spec_shown(as_written(spec))
 
 
-class Pair(NamedTuple):
-    """Leaves that are of one kind in a plan, and of one kind in another."""
-
-    before: Kind | None
-    """None for leaves that are new."""
-    after: Kind | None
-    """None for leaves that are gone."""
-
-
 class Pairs(NamedTuple):
     """The leaves of two plans: those of the first, then those of the second alone."""
 
     paths: list[str]
     group_of: npt.NDArray[np.int32]
     """Per leaf an index of `groups`."""
-    groups: list[Pair]
+    groups: list[tuple[Kind | None, Kind | None]]
+    """The kinds of such leaves in the first plan and the second; None where it has none."""
 
 
 def paired(before: Plan, after: Plan) -> Pairs:
     """Return the leaves of both plans, paired by their paths."""
     for plan in (before, after):
         check_distinct(plan.paths, "plans are compared by paths")
-    matched = np.array(match_rows(before.paths, after.paths), np.int64)
-    new = np.setdiff1d(np.arange(len(after.paths)), matched)
-    kinds_before = before.kind_of.astype(np.int64)
+    old, new = (
+        dict(zip(plan.paths, plan.kind_of.tolist(), strict=True)) for plan in (before, after)
+    )
+    paths = [*old, *(path for path in new if path not in old)]
+    numbers, group_of = grouped((old.get(path, -1), new.get(path, -1)) for path in paths)
     # A kind of -1 stands for a leaf that is not there.
-    kinds_after = np.where(matched < 0, -1, after.kind_of[matched] if len(after.paths) else -1)
-    paths = before.paths + [after.paths[row] for row in new.tolist()]
-    kinds_before = np.concatenate([kinds_before, np.full(len(new), -1)])
-    kinds_after = np.concatenate([kinds_after, after.kind_of[new]])
-    width = len(after.kinds) + 1
-    numbers, group_of = np.unique((kinds_before + 1) * width + kinds_after + 1, return_inverse=True)
     kinds = (*before.kinds, None), (*after.kinds, None)
-    places = [(number // width - 1, number % width - 1) for number in numbers.tolist()]
-    groups = [Pair(kinds[0][first], kinds[1][second]) for first, second in places]
-    return Pairs(paths, group_of.astype(np.int32), groups)
+    return Pairs(
+        paths, group_of, [(kinds[0][first], kinds[1][second]) for first, second in numbers]
+    )
 
 
 _MOST_LINES: Final = 40
@@ -178,28 +174,18 @@ class PlanDiff(Answer[Change]):
         return {name: getattr(self, name) for name in names}
 
     def _row_json(self, row: Change) -> dict[str, Any]:
-        return row._asdict() | {"before": _kind_json(row.before), "after": _kind_json(row.after)}
-
-
-def _kind_json(kind: Kind | None) -> dict[str, Any] | None:
-    if kind is None:
-        return None
-    return {
-        "shape": kind.shape,
-        "dtype": dtype_shown(kind),
-        "spec": spec_shown(kind.spec),
-        "memory_kind": kind.memory_kind,
-        "problem": problem_shown(kind),
-        "device_bytes": kind.device_bytes,
-    }
+        kinds = {"before": row.before, "after": row.after}
+        return row._asdict() | {
+            name: None if kind is None else kind_json(kind) for name, kind in kinds.items()
+        }
 
 
 def plan_diff(before: Plan, after: Plan) -> PlanDiff:
     paths, group_of, groups = paired(before, after)
     changed = {
-        number: pair
-        for number, pair in enumerate(groups)
-        if pair.before is None or pair.after is None or not _is_alike(pair.before, pair.after)
+        number: (old, new)
+        for number, (old, new) in enumerate(groups)
+        if old is None or new is None or not _is_alike(old, new)
     }
     kept = np.flatnonzero(np.isin(group_of, list(changed)))
     folded = fold([paths[row] for row in kept], group_of[kept])
@@ -217,7 +203,7 @@ def plan_diff(before: Plan, after: Plan) -> PlanDiff:
     )
 
 
-def _is_moved(pair: Pair, before: Plan, after: Plan) -> bool | None:
+def _is_moved(pair: tuple[Kind | None, Kind | None], before: Plan, after: Plan) -> bool | None:
     """Tell whether devices hold other parts of leaves, as far as they are the same arrays."""
     a, b = pair
     if a is None or b is None or a.spec is None or b.spec is None:

@@ -216,6 +216,18 @@ def problem_shown(kind: Kind) -> str | None:
     return kind.message if kind.status == "misfit" else kind.status
 
 
+def kind_json(kind: Kind) -> dict[str, Any]:
+    """Return what is said of leaves of a kind in JSON."""
+    return {
+        "shape": kind.shape,
+        "dtype": dtype_shown(kind),
+        "spec": spec_shown(kind.spec),
+        "memory_kind": kind.memory_kind,
+        "problem": problem_shown(kind),
+        "device_bytes": kind.device_bytes,
+    }
+
+
 def placement_shown(kind: Kind) -> str:
     """Format the spec and the memory kind as people write them; - for leaves not placed."""
     return in_memory_shown(spec_shown(kind.spec), kind.memory_kind)

@@ -170,13 +170,6 @@ class Leaves:
         """Siblings folded, a kind each."""
         return fold(self.paths, self.kind_of, self.templates)
 
-    @cached_property
-    def guessed(self) -> tuple[str, ...]:
-        """The folded paths that are of the optimizer's state, or averages, by their names."""
-        rows = set(self.rows_by_role.state.tolist())
-        folded = self.folded if rows else ()
-        return tuple(siblings.pattern for siblings in folded if int(siblings.rows[0]) in rows)
-
 
 _MOST_BITS: Final = 2**63 - 1
 

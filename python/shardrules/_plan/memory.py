@@ -10,7 +10,7 @@ from shardrules._base.arguments import as_tuple, byte_size
 from shardrules._base.dtypes import given_bits
 from shardrules._base.rule_specs import MemoryKind, is_on_host
 from shardrules._base.specs import Entries
-from shardrules._base.text import answer, bytes_shown, printable_lines
+from shardrules._base.text import answer, bytes_shown
 from shardrules._place.decider import Decider
 from shardrules._plan.kinds import axes_used, device_bytes
 
@@ -39,8 +39,6 @@ class DeviceBytes(NamedTuple):
     what `bytes_per_device` is given as the optimizer's: of moments, one for each gradient."""
     host: int
     """Leaves of all three in the host's memory."""
-    guessed: tuple[str, ...] = ()
-    """The folded paths that count as the optimizer's by their names alone."""
 
     @property
     def max(self) -> int:
@@ -48,30 +46,15 @@ class DeviceBytes(NamedTuple):
         return self.params + self.gradients + self.optimizer
 
     def __str__(self) -> str:
-        on_device = {name: size for name, size in self._by_part().items() if name != "host"}
+        on_device = {name: size for name, size in self._asdict().items() if name != "host"}
         parts = (f"{name} {bytes_shown(size)}" for name, size in on_device.items() if size)
         host = f"; {bytes_shown(self.host)} in the host's memory" if self.host else ""
         held = f"{bytes_shown(self.max)} on the fullest device: "
-        lines = [f"{held}{', '.join(parts) or 'nothing'}{host}", *guess_shown(self.guessed)]
-        return printable_lines(lines)
-
-    def _by_part(self) -> dict[str, int]:
-        return {
-            "params": self.params,
-            "gradients": self.gradients,
-            "optimizer": self.optimizer,
-            "host": self.host,
-        }
+        return f"{held}{', '.join(parts) or 'nothing'}{host}"
 
     def _fits(self, hbm: int | None) -> bool | None:
         """Tell whether a device has room for that; None if its memory is not known."""
         return None if hbm is None else self.max <= hbm
-
-
-def guess_shown(paths: tuple[str, ...]) -> list[str]:
-    """Return a line on these paths of the optimizer's by their names, or none."""
-    more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
-    return [f"assumed by names: optimizer of {paths[0]}{more}"] if paths else []
 
 
 def hbm_bytes(hbm: float | str | None) -> int | None:
@@ -144,7 +127,7 @@ class Training:
         elif optimizer is not None:
             _check_same_mesh(optimizer, params)
             add("optimizer", optimizer, optimizer.counts)
-        return DeviceBytes(**parts, guessed=params._leaves.guessed)
+        return DeviceBytes(**parts)
 
 
 def _check_is_first(params: Plan) -> None:

@@ -33,6 +33,7 @@ from shardrules._plan.kinds import (
     decided_shown,
     dtype_shown,
     is_replicated,
+    kind_json,
     placement_shown,
     problem_shown,
 )
@@ -105,13 +106,9 @@ def plan_json(plan: Plan, memory: DeviceBytes, hbm: int | None) -> str:
         {
             "path": row.pattern,
             "leaves": len(row.rows),
-            "shape": kind.shape,
-            "dtype": dtype_shown(kind),
+            **kind_json(kind),
             "rule": kind.rule,
             **({} if kind.names is None else {"names": kind.names, "rules": kind.dim_rules}),
-            "spec": spec_shown(kind.spec),
-            "memory_kind": kind.memory_kind,
-            "problem": problem_shown(kind),
             "bytes": kind.bytes * len(row.rows),
             "device_bytes": kind.device_bytes * len(row.rows),
             "lost": [loss.message for loss in kind.losses],
@@ -124,7 +121,7 @@ def plan_json(plan: Plan, memory: DeviceBytes, hbm: int | None) -> str:
         "mesh": plan.axis_sizes,
         "leaves": len(plan.paths),
         "bytes": plan.total_bytes,
-        "device_bytes": {"total": memory.max, **memory._by_part()},
+        "device_bytes": {"total": memory.max, **memory._asdict()},
         "fingerprint": plan.fingerprint(),
         "folded": leaves,
     }
@@ -195,7 +192,7 @@ def plan_page(page: Page, sections: Iterable[HasSection], title: str) -> str:
 
 def _facts(page: Page) -> list[str]:
     """Return the plan, its bytes with what training adds, and whether they fit, as lines."""
-    lines = [_size_shown(page.plan), *str(page.bytes).split("\n")]
+    lines = [_size_shown(page.plan), str(page.bytes)]
     if (fits := page.bytes._fits(page.hbm)) is not None:
         lines.append(f"{'fits' if fits else 'DOES NOT FIT'} into {bytes_shown(page.hbm or 0)}")
     return lines
@@ -213,7 +210,7 @@ def _part_html(part: Any) -> str:
     """Return a text or a table whole, and of an answer what a notebook shows."""
     if isinstance(part, str):
         return f"<pre>{_escaped(part)}</pre>"
-    return str(part.html("") if isinstance(part, Table) else part._repr_html_())
+    return str(part.html() if isinstance(part, Table) else part._repr_html_())
 
 
 def _escaped(text: str) -> str:

@@ -17,7 +17,7 @@ from shardrules._base.text import (
     record,
 )
 from shardrules._plan.answers import Answer, Column, Section, Table
-from shardrules._plan.memory import Training, guess_shown
+from shardrules._plan.memory import Training
 from shardrules._plan.path_words import data_axes_among
 from shardrules._plan.resolve import sized_mesh
 from shardrules._program.topologies.topology import Topology
@@ -64,15 +64,13 @@ class SweepRow(NamedTuple):
 class Sweep(Answer[SweepRow]):
     """A row for each mesh, the best first; `Plan.sweep` says which that is."""
 
-    _guessed: tuple[str, ...] = ()
-    """As `DeviceBytes.guessed`."""
     _heads: tuple[str, ...] = ()
     """As `few_heads_notes`."""
 
     @property
     def notes(self) -> list[str]:
-        """Lines with what names alone tell of the bytes, and axes of more devices than heads."""
-        return [printable(line) for line in (*guess_shown(self._guessed), *self._heads)]
+        """Lines on axes of more devices than heads."""
+        return [*map(printable, self._heads)]
 
     def _json(self) -> dict[str, Any]:
         return {"notes": self.notes}
@@ -159,7 +157,7 @@ def sweep_meshes(
     rows = [_sweep_row(*pair, hbm) for pair in plans]
     heads = few_heads_notes(on_mesh for on_mesh, _ in plans)
     best = _best_first(rows, _TIE * (hbm or 0))
-    return Sweep(best, _guessed=plan._leaves.guessed, _heads=heads)
+    return Sweep(best, _heads=heads)
 
 
 def few_heads_notes(plans: Iterable[Plan]) -> tuple[str, ...]:
