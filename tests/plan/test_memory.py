@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base.rule_specs import MEMORY_KINDS
+from tests.plan.test_lock import check_round_trip
 from tests.support.contexts import not_on_jax_0_7
 from tests.support.trees import array
 
@@ -125,17 +126,9 @@ class TestOptimizer:
 class TestLocksAndDiffs:
     def test_a_lock_holds_the_kinds(self):
         plan = sr.plan(TREE, [*RULES[:2], ("", on_host((), "device"))], SIZES)
-        text = plan.lock()
-        back = sr.Plan.from_lock(text)
-        assert back.lock() == text
-        assert back.fingerprint() == plan.fingerprint()
-        assert {path: back.kind(path).memory_kind for path in plan.paths} == {
-            path: plan.kind(path).memory_kind for path in plan.paths
-        }
-        kinds = [getattr(spec, "memory_kind", None) for _, spec in back.rules]
-        assert kinds == ["pinned_host", None, "device"]
-        assert back.bytes_per_device() == plan.bytes_per_device()
-        assert not plan.diff(back)
+        back = check_round_trip(plan)
+        assert all(back.kind(path).memory_kind == plan.kind(path).memory_kind for path in plan.paths)
+        assert [getattr(spec, "memory_kind", None) for _, spec in back.rules] == ["pinned_host", None, "device"]
 
     def test_what_says_nothing_of_memory_has_the_locks_and_fingerprints_of_before(self):
         plan = sr.plan(TREE, [("", "tp")], SIZES)
@@ -187,6 +180,7 @@ def test_what_fits_has_room_on_the_device(hbm, fits):
     (row,) = plan.sweep([SIZES], hbm=hbm)
     assert (row.bytes, row.host_bytes, row.fits) == (196, 256, fits)
     assert "196 B + 256 B on the host" in str(plan.sweep([SIZES]))
+    assert ("does not fit" in str(plan.sweep([SIZES], hbm=hbm))) is (fits is False)
 
 
 class TestCheck:

@@ -82,13 +82,6 @@ def test_meshes_of_ones_own():
     assert plan.sweep([]) == ()
 
 
-def test_fits_to_the_byte():
-    plan = sr.plan({"w": array(8, 8)}, [("w", "tp")], {"tp": 2})
-    assert [row.fits for row in plan.sweep([{"tp": 2}], hbm=128)] == [True]
-    assert [row.fits for row in plan.sweep([{"tp": 2}], hbm=127)] == [False]
-    assert "does not fit" in str(plan.sweep([{"tp": 2}], hbm=0))
-
-
 EASYDEL = "easydel__deepseek_v3-DeepseekV3Config-v0.2.0"
 ADAM = {"gradients": "bfloat16", "optimizer": ("float32", "float32")}
 
