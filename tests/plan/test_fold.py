@@ -14,7 +14,6 @@ from shardrules._core import templates
 from shardrules._plan.fold import fold, parts_of
 from tests.support import corpus
 from tests.support.slow import MODELS
-from tests.support.work import calls
 
 
 def expanded(pattern):
@@ -106,42 +105,6 @@ def test_a_path_with_many_numbers(count):
     assert patterns_of([f"{i}{numbers}" for i in range(3)]) == ["{0..2}" + numbers]
     patterns = patterns_of([f"{numbers}/{i}" for i in range(3)])
     assert len(patterns) == (1 if count < 16 else 3)
-
-
-def calls_to_fold(paths):
-    return calls(lambda: fold(paths, np.zeros(len(paths), np.int32)))
-
-
-def test_names_that_do_not_fold_cost_what_others_cost():
-    """Each pattern had its own arrays split off and sorted; now 6 to 14 calls are made for one."""
-    count = 5_000
-    alone = [f"layers/{number_in_letters(i)}/w" for i in range(count)]
-    pairs = [f"layers/{number_in_letters(i // 2)}/{i % 2}" for i in range(count)]
-    stairs = [f"{number_in_letters(i // 3)}/{(i % 3) // 2}/{(i % 3) % 2}" for i in range(count)]
-    assert max(map(calls_to_fold, (alone, pairs, stairs))) < 25 * count
-
-
-def number_in_letters(number):
-    return str(number).translate(str.maketrans("0123456789", "abcdefghij"))
-
-
-def test_groups_are_kept_apart():
-    paths = [f"layers/{i}/w" for i in range(6)]
-    groups = [0, 0, 0, 1, 1, 1]
-    assert check_lossless(paths, groups) == ["layers/{0..2}/w", "layers/{3..5}/w"]
-
-
-@pytest.mark.parametrize(
-    ("path", "is_number"),
-    [("7", True), ("0", True), ("9" * 18, True), ("07", False), ("00", False), ("9" * 19, False),
-     ("٣", False), ("７", False), ("²", False)],
-)  # fmt: skip
-def test_what_a_number_is(path, is_number):
-    """What str(int) writes in ASCII, up to 18 digits."""
-    texts, of_path, numbers = templates([path])
-    assert texts == (["\0#"] if is_number else [path])
-    assert np.frombuffer(numbers, np.int64).tolist() == ([int(path)] if is_number else [])
-    assert np.frombuffer(of_path, np.int32).tolist() == [0]
 
 
 def test_templates_tell_names_from_numbers():

@@ -122,30 +122,22 @@ def value_of(variable):
     return variable.get_value() if hasattr(variable, "get_value") else variable.value
 
 
+_, GIVEN = beside()
+NO_NAMES = [
+    # (names, what it raises, message); the tree is that of `beside`
+    (None, TypeError, r"nothing in the tree has logical axis names.*names="),
+    ({**GIVEN, "wtee": ("embed",)}, ValueError, r"names: 1 path of no leaf:\n.*near it: wte"),
+    ({"b": GIVEN}, ValueError, "names: they do not fit the tree"),
+    *(({**GIVEN, "wi": names}, (TypeError, ValueError), "names")
+      for names in ("embed", 3, (("a", 3), None), [["embed"], [None]], {"a": 1})),
+]  # fmt: skip
+
+
 class TestWrongInput:
-    def test_pairs_for_boxes_are_told_to_be_logical_rules(self):
-        with pytest.raises(TypeError, match=r"shardrules\.LogicalRules"):
-            sr.plan(boxed(), list(RULES), MESH)
-
-    def test_no_names_at_all(self):
-        with pytest.raises(TypeError, match=r"nothing in the tree has logical axis names.*names="):
-            sr.plan(beside()[0], RULES, MESH)
-
-    def test_a_path_of_no_leaf(self):
-        tree, names = beside()
-        with pytest.raises(ValueError, match=r"names: 1 path of no leaf:\n.*near it: wte"):
-            sr.plan(tree, RULES, MESH, names={**names, "wtee": ("embed",)})
-
-    def test_a_tree_of_another_structure(self):
-        tree, names = beside()
-        with pytest.raises(ValueError, match="names: they do not fit the tree"):
-            sr.plan({"a": tree}, RULES, MESH, names={"b": names})
-
-    @pytest.mark.parametrize("names", ["embed", 3, (("a", 3), None), [["embed"], [None]], {"a": 1}])
-    def test_what_is_no_names(self, names):
-        tree, given = beside()
-        with pytest.raises((TypeError, ValueError), match="names"):
-            sr.plan(tree, RULES, MESH, names={**given, "wi": names})
+    @pytest.mark.parametrize(("names", "error", "message"), NO_NAMES, ids=range(len(NO_NAMES)))
+    def test_what_is_no_names(self, names, error, message):
+        with pytest.raises(error, match=message):
+            sr.plan(beside()[0], RULES, MESH, names=names)
 
     def test_a_name_twice_is_a_misfit(self):
         plan = sr.plan({"w": array((8, 8))}, RULES, MESH, names={"w": ("embed", "embed")})

@@ -39,11 +39,7 @@ def test_what_is_meant(plan, asked, path, leaves):
     found = plan.explain(asked)
     assert (found.path, found.leaves) == (path, leaves)
     assert found == plan.explain(path)._replace(leaves=leaves)
-    assert ("the first of" in str(found)) is (leaves > 1)
-
-
-def test_the_text_says_of_how_many_leaves_it_is_the_first(plan):
-    assert str(plan.explain("mlp/w")).splitlines()[1] == "  the first of 12 leaves"
+    assert (f"\n  the first of {leaves} leaves\n" in str(found)) is (leaves > 1)
 
 
 def test_what_is_ambiguous_is_an_error_with_the_candidates(plan):

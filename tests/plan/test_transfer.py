@@ -34,24 +34,6 @@ def rounded_up(bits):
     return -(-bits // 8)
 
 
-class Expected:
-    """By brute force: {device: bytes}, from the boxes of each device of both meshes."""
-
-    def __init__(self, after):
-        self.received = dict.fromkeys(after, 0)
-
-    def add(self, before, after, bits, count=1):
-        for device, box in after.items():
-            kept = size(overlap(before[device], box)) if device in before else 0
-            self.received[device] += rounded_up((size(box) - kept) * bits) * count
-
-
-def check(moved, expected):
-    assert moved.received.ravel().tolist() == list(expected.received.values())
-    assert moved.total == sum(expected.received.values()) == sum(row.received for row in moved)
-    assert bool(moved) == bool(moved.total)
-
-
 def boxes(mesh, shape, spec):
     """{number of the device: box}, with shards rounded up, from the devices' coordinates."""
     found = {}
@@ -115,13 +97,16 @@ def test_uneven_shards_and_packed_elements(mesh, other, found):
         other_rules.append((f"leaf{number}", after))
     plan = sr.plan(trees, sr.Rules(rules, correction=UNEVEN), mesh)
     changed = sr.plan(trees, sr.Rules(other_rules, correction=UNEVEN), other)
-    expected = Expected(boxes(other, (), ()))
+    received = dict.fromkeys(boxes(other, (), ()), 0)  # by brute force, from the boxes of both meshes
     for (before, after), count in counted(plan, changed):
-        specs = entries_of(before.spec), entries_of(after.spec)
-        pair = map(boxes, (mesh, other), (before.shape, after.shape), specs)
-        expected.add(*pair, bits_of(before.dtype), count)
+        bits, old = bits_of(before.dtype), boxes(mesh, before.shape, entries_of(before.spec))
+        for device, box in boxes(other, after.shape, entries_of(after.spec)).items():
+            kept = size(overlap(old[device], box)) if device in old else 0
+            received[device] += rounded_up((size(box) - kept) * bits) * count
     moved = plan.transfer(changed)
-    check(moved, expected)
+    assert moved.received.ravel().tolist() == list(received.values())
+    assert moved.total == sum(received.values()) == sum(row.received for row in moved)
+    assert bool(moved) == bool(moved.total)
     assert moved.mesh == (mesh, other)
     assert moved.shared == min(plan.devices, prod(other.values()))
 
