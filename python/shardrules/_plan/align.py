@@ -44,11 +44,7 @@ def key_text(key: Any) -> str:
 
 
 def check_distinct(paths: Sequence[str], use: str) -> None:
-    """Refuse two leaves of one path, such as a key "a/b" beside the key "b" of "a".
-
-    Raises:
-        ValueError: It says `use`, what tells leaves apart by their paths.
-    """
+    """Refuse two leaves of one path, as "a/b" beside "b" of "a"; `use` says who needs paths."""
     if len(set(paths)) < len(paths):
         twice = next(path for path, count in Counter(paths).items() if count > 1)
         raise ValueError(
@@ -59,15 +55,9 @@ def check_distinct(paths: Sequence[str], use: str) -> None:
 def match_rows(
     paths: Sequence[_Path], references: Sequence[_Path], *spellings: Callable[[_Path], _Path]
 ) -> list[int]:
-    """Find each path among others; a path that stands twice on one side is found nowhere.
+    """Return the index of each path among others, or -1; one that stands twice is found nowhere.
 
-    Args:
-        paths: The paths.
-        references: The other paths.
-        spellings: Tried in turn for the paths that are left on both sides.
-
-    Returns:
-        The index of the other path, or -1, for each path.
+    Spellings are tried in turn for the paths that are left on both sides.
     """
     row_of, reference_row_of = _rows_by_path(paths), _rows_by_path(references)
     rows = [reference_row_of.get(path, -1) if path in row_of else -1 for path in paths]
@@ -122,10 +112,7 @@ def align(
 ) -> Alignment[_Walk]:
     """Find each leaf of a tree in another by its path: with boxes, or without where more match.
 
-    Args:
-        tree: A pytree; arrays may be in boxes of flax, nnx Variables and haliax NamedArrays.
-        reference: The leaves of the other tree.
-        walk: Gives leaves their paths, as those of the other tree are.
+    `walk` gives leaves their paths, as those of the other tree are.
     """
     leaves = walk(tree)
     rows = match_rows(leaves.paths, reference.paths)
@@ -163,13 +150,7 @@ class PlannedLeaves(NamedTuple):
 
 
 def survey_planned(tree: Any, planned: Leaves) -> PlannedLeaves:
-    """Walk a tree, and find its leaves in a plan, which may have more.
-
-    Raises:
-        ValueError: The plan has no leaf of some path, or has it in another shape; the message lists
-            the first of them, with the nearest path; or as `survey`.
-        TypeError: As `survey`.
-    """
+    """Walk a tree, and find its leaves in a plan, which may have more."""
     aligned = align(tree, planned, partial(survey, rules=Rules((), planned.paths_dialect)))
     leaves, boxes = aligned.leaves, aligned.boxes
     if boxes is not None:
@@ -178,7 +159,7 @@ def survey_planned(tree: Any, planned: Leaves) -> PlannedLeaves:
 
 
 def found_in_plan(leaves: Leaves, planned: Leaves, rows: list[int]) -> PlannedLeaves:
-    """Check that leaves are those of these rows in a plan; raise as `survey_planned`."""
+    """Check that leaves are those of these rows in a plan; the error lists the first others."""
     if -1 in rows:
         for paths in (planned.paths, leaves.paths):
             check_distinct(paths, "a plan decides leaves by their paths")

@@ -186,11 +186,7 @@ class CheckContext:
         return () if self.plan._leaves.follows_parameters else tuple(self.plan.coverage.dead)
 
     def folded(self, is_wanted: Iterable[object]) -> list[Folded]:
-        """Return the folded leaves of the wanted kinds, with most bytes on a device first.
-
-        Args:
-            is_wanted: For each kind in order, whether it is wanted.
-        """
+        """Return the folded leaves of the wanted kinds, with most bytes on a device first."""
         kinds = {number for number, is_one in enumerate(is_wanted) if is_one}
         return [part for part in self._by_bytes if part.group in kinds] if kinds else []
 

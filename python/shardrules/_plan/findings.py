@@ -48,12 +48,7 @@ def all_declared(first: Declared, second: Declared) -> Declared:
 def compiled_replicated(patterns: tuple[str | re.Pattern[str], ...]) -> Rules:
     """Return the patterns as rules that are searched in printed paths, in every dialect.
 
-    They cost as much as rules, the first time. Patterns that are not regular are in
-    `Rules.fallbacks`.
-
-    Raises:
-        re.error, OverflowError, RecursionError, ValueError: A pattern is invalid. The message has
-            its index.
+    The error of an invalid pattern has its index.
     """
     for index, pattern in enumerate(patterns):
         parse(f"replicated[{index}]", pattern)

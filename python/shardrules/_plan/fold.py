@@ -68,13 +68,7 @@ def templates_of(paths: list[str]) -> Templates:
 def fold(
     paths: list[str], group_of: npt.NDArray[np.int32], templates: Templates | None = None
 ) -> list[Folded]:
-    """Fold the paths of each group into patterns, in the order of their first paths.
-
-    Example:
-        >>> paths = [f"layers/{i}/{w}" for i in range(3) for w in ("k", "v")] + ["head"]
-        >>> [folded.pattern for folded in fold(paths, np.zeros(7, np.int32))]
-        ['layers/{0..2}/k', 'layers/{0..2}/v', 'head']
-    """
+    """Fold the paths of each group into patterns, in the order of their first paths."""
     if not paths:
         return []
     names, of_path, numbers = templates_of(paths) if templates is None else templates
@@ -104,12 +98,7 @@ def fold(
 
 
 def fold_paths(paths: Sequence[str]) -> list[str]:
-    """Return the patterns of paths that are all alike.
-
-    Example:
-        >>> fold_paths(["layers/0/w", "layers/1/w", "head"])
-        ['layers/{0,1}/w', 'head']
-    """
+    """Return the patterns of paths that are all alike."""
     return [folded.pattern for folded in fold(list(paths), np.zeros(len(paths), np.int32))]
 
 
@@ -200,12 +189,7 @@ def _set_shown(numbers: list[int]) -> str:
 
 
 def parts_of(pattern: str) -> Iterator[tuple[str, str | None]]:
-    """Yield a pattern's parts: (a text of its paths, None), or ("", a set without its braces).
-
-    Example:
-        >>> list(parts_of("{{x}}/{0..2}"))
-        [('{', None), ('x', None), ('}', None), ('/', None), ('', '0..2')]
-    """
+    """Yield a pattern's parts: (a text of its paths, None), or ("", a set without its braces)."""
     end = 0
     for part in _PARTS.finditer(pattern):
         if part.start() != end:
@@ -218,12 +202,7 @@ def parts_of(pattern: str) -> Iterator[tuple[str, str | None]]:
 
 
 def runs_of(numbers: str) -> list[range]:
-    """Return the runs of a set without its braces.
-
-    Example:
-        >>> runs_of("0..3,7")
-        [range(0, 4), range(7, 8)]
-    """
+    """Return the runs of a set without its braces."""
     return [_range(run) for run in numbers.split(",")]
 
 
@@ -273,12 +252,7 @@ class PathMatch(NamedTuple):
 
 
 def find(plan: Plan, path: str, *, exactly: bool = False) -> PathMatch:
-    """Return the leaves of this path, which may be folded; or, unless exactly, a glob or an end.
-
-    Raises:
-        KeyError: No leaf has this path, or leaves of several folded paths have it; the message has
-            the nearest ones, or all of them.
-    """
+    """Return the leaves of this path, which may be folded; or, unless exactly, a glob or an end."""
     row = plan._leaves.rows.get(path)
     if row is not None:
         return PathMatch(row, 1)

@@ -144,14 +144,7 @@ class Kind(Fit):
 
 
 def kind_of(leaf: LeafType, fit: Fit, axis_sizes: Mapping[str, int], **changes: Any) -> Kind:
-    """Return the kind of such leaves, with its bytes and those of its losses.
-
-    Args:
-        leaf: The type of the leaves.
-        fit: What they get; of a kind that they follow, its bytes are not taken over.
-        axis_sizes: Devices along each mesh axis.
-        changes: Fields of the fit that are others here.
-    """
+    """Return the kind of such leaves, with its bytes; `changes` are other fields than the fit's."""
     values = {name: getattr(fit, name) for name in _FIT_FIELDS} | changes
     counted = values["spec"] if values["spec"] is not None else values["_counted"]
     # What is not placed is counted as if it were replicated, unless an axis alone is to be dropped.
@@ -285,13 +278,9 @@ def fitted(
     others: Iterable[Loss] = (),
     **says: Any,
 ) -> Fit:
-    """Fit a spec to an array of this shape; the bytes of its losses are not counted yet.
+    """Fit a spec to an array; the bytes of its losses are not counted yet.
 
-    Args:
-        rule_spec: The spec.
-        shape: The array's.
-        others: Losses to other rules, which come first.
-        says: What the rule says beside the spec.
+    Losses to `others` come first; `says` is what the rule says beside the spec.
     """
     spec, lost = rule_spec.fit(shape)
     losses = [loss_of(rule_spec, axes, shape) for axes in lost]

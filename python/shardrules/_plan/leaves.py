@@ -175,13 +175,7 @@ _MOST_BITS: Final = 2**63 - 1
 
 
 def survey(tree: Any, rules: Rules | None = None) -> Leaves:
-    """Walk the tree once, by rules or by none.
-
-    Raises:
-        TypeError: A dimension is not an integer; the message names the path.
-        ValueError: A dimension is negative, an array is too large to count, or a dtype is unknown;
-            the message names the path.
-    """
+    """Walk the tree once, by rules or by none; errors of shapes and dtypes name the path."""
     rules = no_rules() if rules is None else rules
     of_rows, paths, kinds, column = matcher_of(rules).survey(
         tree, replicated=NO_RULE_NEEDED, unmatched=UNMATCHED, ambiguous=AMBIGUOUS
@@ -330,13 +324,7 @@ def grouped(keys: Iterable[_Key]) -> tuple[list[_Key], np.ndarray[tuple[int], np
 
 
 def survey_named(tree: Any, rules: LogicalRules, names: Any = None) -> Leaves:
-    """Walk the tree once, for these rules.
-
-    Raises:
-        TypeError: Nothing has names, or something else stands in their place.
-        ValueError: The names do not fit the tree, or are for paths that are not there; or as
-            `survey`.
-    """
+    """Walk the tree once, for rules of names."""
     if names is not None:
         leaves = replace(survey(tree), rules=rules)
         return _with_names(leaves, names_beside(leaves.tree, leaves.paths, names))
@@ -383,9 +371,7 @@ def has_names(tree: Any) -> bool:
 def axes_said(tree: Any, rows: Any) -> dict[int, tuple[Any, ...]]:
     """Return what boxes and Variables say of the dimensions of their arrays, by row.
 
-    Args:
-        tree: The tree.
-        rows: The number of its row for each of its leaves, in a tree with or without the boxes.
+    `rows` has the numbers of the rows, for the tree with or without its boxes.
     """
     if not _may_have_boxes():
         return {}
@@ -404,12 +390,7 @@ def _may_have_boxes() -> bool:
 
 
 def check_rules_are_for_paths(leaves: Leaves, rules: Rules, tree: Any) -> None:
-    """Check that rules for paths are not logical axis rules for the tree's boxes.
-
-    Raises:
-        TypeError: Each pattern is a plain word that is a name in a box or Variable of the tree, or
-            that matches no path.
-    """
+    """Check that rules for paths are not logical axis rules for the tree's boxes."""
     if not _may_have_boxes():
         return
     patterns = [pattern for pattern, _ in rules]

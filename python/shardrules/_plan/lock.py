@@ -231,10 +231,7 @@ def lines_of(head: Mapping[str, Any], **lists: Iterable[str]) -> str:
 
 
 def content_of(lock_or_path: str | os.PathLike[str], writer: str) -> tuple[bytes, str]:
-    """Return (content, name) of a lock that is given as its text or as a file.
-
-    `writer` is the method that writes such locks, for the message if there is none.
-    """
+    """Return (content, name) of a lock, its text or a file; `writer` is named if there is none."""
     if isinstance(lock_or_path, str) and lock_or_path.lstrip().startswith("{"):
         return lock_or_path.encode("utf-8", "surrogatepass"), "the lock"
     path = Path(lock_or_path)

@@ -87,12 +87,7 @@ class Training:
         return replace(self, optimizer=optimizer._on(mesh))
 
     def bytes_with(self, params: Plan, *, only_whole: bool = False) -> DeviceBytes:
-        """Count the bytes of the parameters and of what training adds to them.
-
-        Args:
-            params: The plan of the parameters.
-            only_whole: Count the arrays alone that no mesh axis cuts.
-        """
+        """Count bytes of the parameters and of what training adds; or of uncut arrays alone."""
         parts: dict[str, int] = dict.fromkeys(("params", "gradients", "optimizer", "host"), 0)
 
         def add(

@@ -121,12 +121,7 @@ _NUMBER: Final = re.compile(r"[0-9]+$")
 
 
 def use_of(axis: str) -> AxisUse | None:
-    """Return the use that the first word of its name with one tells; None if none does.
-
-    Example:
-        >>> [use_of(axis) for axis in ("fsdp_0", "dcn_data", "tensor_sequence", "PP2", "x")]
-        ['fsdp', 'data', 'tensor', 'layers', None]
-    """
+    """Return the use that the first word of its name with one tells; None if none does."""
     words = (_NUMBER.sub("", word) for word in axis.lower().split("_"))
     return next((_USES[word] for word in words if word in _USES), None)
 
@@ -149,13 +144,9 @@ def is_gathered(axis: str) -> bool:
 
 
 def data_axes_among(axes: Iterable[str]) -> tuple[str, ...]:
-    """List the axes that split the tokens of a batch; tensor axes and stages do not.
+    """List the axes that split the tokens of a batch: not those of tensors and stages.
 
     Those of experts do, as in MaxText, in all that is no expert.
-
-    Example:
-        >>> data_axes_among({"dp": 2, "pp": 2, "fsdp_0": 4, "fsdp_1": 2, "tp": 8})
-        ('dp', 'fsdp_0', 'fsdp_1')
     """
     uses = uses_of(axes)
     return tuple(axis for axis, use in uses.items() if use not in ("tensor", "layers"))

@@ -177,19 +177,7 @@ def roles_of(
 ) -> list[Dims]:
     """Return the roles of the dimensions of a model's parameters, for each folded path.
 
-    Args:
-        folded: Of the parameters, and of nothing else.
-        shapes: Shape of each group of the folded paths.
-        head_dim: Size of a head of attention. Default: that of the norm of single heads beside the
-            projections, if there is one.
-
-    Example:
-        >>> import numpy as np
-        >>> from shardrules._plan.fold import fold
-        >>> paths = [f"layers/{i}/mlp/{w}/kernel" for i in range(2) for w in ("up", "down")]
-        >>> folded = fold(paths, np.array([0, 1, 0, 1], np.int32))
-        >>> [dims.sides for dims in roles_of(folded, [(64, 256), (256, 64)])]
-        [('residual', 'hidden'), ('hidden', 'residual')]
+    `shapes` are those of the groups; `head_dim` is by default that of norms of single heads.
     """
     arrays = [_Array(of, shapes[of.group]) for of in folded]
     _find_stacks(arrays)
@@ -230,14 +218,7 @@ def _find_heads(arrays: list[_Array], head_dim: int | None) -> None:
 
 
 def experts_dim(path: str, shape: Shape) -> int | None:
-    """Return the dimension of experts, by the path and the shape of a kernel alone.
-
-    None without one.
-
-    Example:
-        >>> experts_dim("layers/0/experts/up", (8, 64, 256))
-        0
-    """
+    """Return the dimension of experts, by the path and the shape of a kernel alone; or None."""
     words = [word.lower() for word in COMPONENT.findall(path)]
     return len(shape) - 3 if _is_of_experts(words) and len(shape) > 2 else None
 
