@@ -315,7 +315,7 @@ def test_neither_child_nor_folder_is_left_when_the_parent_ends(temporary, call, 
     )  # fmt: skip
     process.stdout.readline()
     until = time.monotonic() + 60
-    while not list(temporary.glob("*/request.json")) and time.monotonic() < until:
+    while not list(temporary.glob("*/request")) and time.monotonic() < until:
         time.sleep(0.01)
     (folder,) = temporary.iterdir()
     assert folder.stat().st_mode & 0o077 == 0

@@ -1,14 +1,14 @@
 """Runs what a folder asks for, and ends with its parent: the process of `compiler.Child`.
 
-It runs by its file, `python -P child.py FOLDER PARENT`: the folder's request.json names the module
+It runs by its file, `python -P child.py FOLDER PARENT`: the folder's `request` names the module
 whose `main` does it. An error is then in error.txt. The folder goes when the parent does. Its own
-`main` compiles the folder's module.bc until XLA has written what it makes to the folder's `dump`.
+`main` compiles a module until XLA has written what it makes of it to the folder's `dump`.
 """
 
 from __future__ import annotations
 
 import gc
-import json
+import marshal
 import os
 import sys
 import threading
@@ -49,16 +49,16 @@ def end_with_parent(folder: Path, parent: int) -> NoReturn:
 def serve(folder: Path, parent: int) -> NoReturn:
     """Run what the folder asks for."""
     threading.Thread(target=end_with_parent, args=(folder, parent), daemon=True).start()
-    while not (folder / "request.json").exists():
+    while not (folder / "request").exists():
         time.sleep(_PAUSE)
-    request = json.loads((folder / "request.json").read_text("utf-8"))
+    path, module, request = marshal.loads((folder / "request").read_bytes())
     # Where the parent has its packages, behind the standard library.
     packages = ("site-packages", "dist-packages")
     first = [i for i, name in enumerate(sys.path) if name.endswith(packages)]
-    sys.path[min(first, default=len(sys.path)) : 0] = request.pop("path")
-    run = import_module(request.pop("module")).main
+    sys.path[min(first, default=len(sys.path)) : 0] = path
+    run = import_module(module).main
     try:
-        run(folder, request)
+        run(folder, **request)
     except BaseException as error:
         name = type(error).__name__
         text = str(error) if name in ("JaxRuntimeError", "XlaRuntimeError") else f"{name}: {error}"
@@ -91,23 +91,21 @@ def end_when_written(
         before = sizes
 
 
-def main(folder: Path, request: dict[str, Any]) -> None:
-    """Compile what the folder asks for."""
+def main(
+    folder: Path, program: tuple[Any, ...], topology: tuple[str, Any] | None, library: str | None
+) -> None:
+    """Compile a `CompilerInput` for described TPUs by libtpu, its library; or for host devices."""
     # Found by now, as `serve` has set the path.
     from shardrules._program import jax_names
 
     gc.disable()  # it ends too soon for that
-    dump, topology = folder / "dump", request["topology"]
-    platform = "cpu" if topology is None else "tpu"
+    dump, platform = folder / "dump", "cpu" if topology is None else "tpu"
     threading.Thread(
         target=end_when_written, args=(dump, platform, jax_names.module_in), daemon=True
     ).start()
     try:
-        module, options = ((folder / name).read_bytes() for name in ("module.bc", "options.pb"))
-        asked = jax_names.CompilerInput(
-            module, options, request["overrides"], request["device_ids"]
-        )
-        devices = jax_names.devices_without_jax(topology, request["library"], len(asked.device_ids))
+        asked = jax_names.CompilerInput(*program)
+        devices = jax_names.devices_without_jax(topology, library, len(asked.device_ids))
         jax_names.compile_input(
             asked, devices,
             xla_dump_to=str(dump), xla_dump_hlo_as_proto=True, xla_dump_hlo_as_text=True,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import json
+import marshal
 import os
 import re
 import shutil
@@ -68,26 +68,15 @@ class Child:
     Args:
         module: Its name.
         env: Its environment.
-        files: What it reads, by name.
-        request: What `main` takes beside its folder.
+        request: What `main` takes beside its folder: plain data, and bytes.
     """
 
-    def __init__(
-        self,
-        module: str,
-        env: Mapping[str, str],
-        files: Mapping[str, bytes],
-        request: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, module: str, env: Mapping[str, str], **request: Any) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="shardrules-")).absolute()
         """Its files, which no other user can read."""
         self._process: subprocess.Popen[bytes] | None = None
         # An empty entry is the current folder, whichever that is by now.
         path = os.pathsep.join(filter(None, env.get("PYTHONPATH", "").split(os.pathsep)))
-        # Not all of sys.path: a folder of scripts in it may have a file of any name.
-        places = [sys.modules[name].__file__ for name in _PACKAGES if name in sys.modules]
-        folders = dict.fromkeys(str(Path(file).absolute().parents[1]) for file in places if file)
-        asked = {**request, "path": [*folders], "module": module}
         try:  # and begin it at once: it removes the folder if this process is killed
             with open(self.folder / "stderr.txt", "wb") as stderr:
                 self._process = subprocess.Popen(
@@ -99,9 +88,12 @@ class Child:
                     env={**env, "PYTHONPATH": path, "TMPDIR": str(self.folder)},
                     start_new_session=True,  # an interrupt is for this process, which ends it
                 )
-            for name, data in {**files, "request": json.dumps(asked).encode()}.items():
-                (self.folder / name).write_bytes(data)
-            (self.folder / "request").rename(self.folder / "request.json")  # there when all is
+            # Not all of sys.path: a folder of scripts in it may have a file of any name.
+            files = [sys.modules[name].__file__ for name in _PACKAGES if name in sys.modules]
+            places = [str(Path(file).absolute().parents[1]) for file in files if file]
+            asked = marshal.dumps((list(dict.fromkeys(places)), module, request))
+            (self.folder / "request.part").write_bytes(asked)
+            (self.folder / "request.part").rename(self.folder / "request")  # there when it is whole
         except BaseException:
             self.close()
             raise
@@ -140,8 +132,8 @@ class Child:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class AskedCompiler:
-    """A child process that compiles a step; it and its files are gone when this is closed.
+class AskedCompiler(Child):
+    """A child process that compiles a step.
 
     Args:
         lowered: JAX's own, or that of flax or equinox.
@@ -156,15 +148,13 @@ class AskedCompiler:
         self._lowered, self._topology, self._mesh = lowered, topology_of(mesh), mesh
         slices = self._topology and self._topology._layout
         assert slices is None or isinstance(slices, Slices)
-        asked = compiler_input(inner_of(lowered))
-        files = {"module.bc": asked.module, "options.pb": asked.options}
-        request = {
-            "topology": None if slices is None else slices.description,
-            "library": None if slices is None else libtpu_path(),
-            "overrides": asked.overrides,
-            "device_ids": asked.device_ids,
-        }
-        self._child = Child(child.__name__, _environment(slices), files, request)
+        super().__init__(
+            child.__name__,
+            _environment(slices),
+            program=tuple(compiler_input(inner_of(lowered))),
+            topology=None if slices is None else slices.description,
+            library=None if slices is None else libtpu_path(),
+        )
 
     def answer(self) -> tuple[StoredProgram, str]:
         """Wait for what the compiler makes of the step, which is read as if JAX had compiled it.
@@ -180,7 +170,7 @@ class AskedCompiler:
             OSError: There is no room for its files.
         """
         try:
-            return self._read(self._child.error("the compiler"))
+            return self._read(self.error("the compiler"))
         except RuntimeError as error:
             error.add_note(_NOTE)
             raise
@@ -192,7 +182,7 @@ class AskedCompiler:
         numbers = refused_bytes(error)
         if error and numbers is None:
             raise RuntimeError(printable_lines(error.splitlines()))
-        folder, topology = self._child.folder, self._topology
+        folder, topology = self.folder, self._topology
         files = [next(folder.glob(f"dump/*{name}"), None) for name in child.FILES]
         proto, report, buffers = (b"" if file is None else file.read_bytes() for file in files)
         module, total = module_of(proto), _TOTAL.search(report.decode("utf-8", "replace"))
@@ -212,11 +202,7 @@ class AskedCompiler:
             raise refusal(peak, available, text, live)
         sides = _shardings(inner_of(self._lowered), self._mesh, module)
         stored = StoredProgram(self._lowered, *sides, text, peak=peak, live=live)
-        return stored, self._child.text("stderr.txt")
-
-    def close(self) -> None:
-        """End the child, and remove its files."""
-        self._child.close()
+        return stored, self.text("stderr.txt")
 
 
 def has_child(mesh: Any) -> bool:

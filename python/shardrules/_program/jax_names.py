@@ -12,7 +12,7 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -268,25 +268,30 @@ def devices_without_jax(
 
 
 def run_module(
-    asked: CompilerInput, mesh: Any
-) -> tuple[Callable[[list[Any]], list[list[Any]]], int, list[Any] | None]:
+    asked: CompilerInput, mesh: Any, shapes: Sequence[tuple[int, ...]]
+) -> tuple[Callable[[list[Any]], list[Any]], int]:
     """Compile a module for the devices of a mesh, to be run in this process.
 
     Returns:
-        What takes placed arrays, and returns for each result what each device has; the bytes that a
-        device needs; and the PartitionSpecs of the results, None on one device.
+        What takes placed arrays, and returns those of these shapes; and the bytes that a device
+        needs.
     """
+    import jax
+
     parse = required("jax._src.sharding_impls", "parse_flatten_op_sharding")
     loaded = compile_input(asked, list(mesh.devices.flat))
     memory, shardings = loaded.get_compiled_memory_stats(), loaded.get_output_shardings()
     sizes = (getattr(memory, f"{name}_size_in_bytes") for name in ("argument", "output", "temp"))
+    specs = [spec for sharding in shardings or () for spec in parse(sharding, mesh)]
+    specs = specs or [jax.P()] * len(shapes)  # of one device none is told
 
-    def execute(arrays: list[Any]) -> list[list[Any]]:
-        results: Any = loaded.execute_sharded(arrays)
-        return list(results.disassemble_into_single_device_arrays())
+    def execute(arrays: list[Any]) -> list[Any]:
+        parts = loaded.execute_sharded(arrays).disassemble_into_single_device_arrays()
+        rows = zip(shapes, specs, parts, strict=True)
+        make = jax.make_array_from_single_device_arrays
+        return [make(shape, jax.NamedSharding(mesh, spec), part) for shape, spec, part in rows]
 
-    specs = shardings and [spec for sharding in shardings for spec in parse(sharding, mesh)]
-    return execute, sum(sizes), specs
+    return execute, sum(sizes)
 
 
 def compile_input(asked: CompilerInput, devices: list[Any], **dumps: Any) -> Any:

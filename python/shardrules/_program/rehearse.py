@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from math import prod
 from pathlib import Path
@@ -47,6 +47,13 @@ _ROUNDINGS: Final = 8
 """How many times as much as one rounding of the arguments a sharded program may change a result."""
 _STATE: Final = 4
 """A result that is nearer to an argument than this part of its largest value is its next state."""
+_LAST_WORDS: Final = 2000
+_Form = tuple[str, tuple[int, ...]]
+"""Dtype and shape of an array, as it is stored."""
+_Argument = tuple[str, tuple[int, ...], bytes, bool]
+"""Its form, its values, and whether they are random."""
+_Program = tuple[tuple[Any, ...], dict[str, int], list[tuple[Any, ...]]]
+"""A `CompilerInput`, the mesh, and the specs of the arguments that it uses."""
 _SMALLER: Final = (
     "let step_on take its sizes, such as layers, width and rows, as arguments whose defaults are "
     "small"
@@ -122,10 +129,26 @@ def rehearse(
                 f"{what} are others, or of other shapes or dtypes; let it use the mesh for "
                 "shardings alone, and make no dimension of a device's own rows"
             )
-    values, is_random = _values(sharded, args)
-    paths = sharded.output_paths()
-    request = {"is_random": is_random, "rounding": sharded.rounding, "rtol": rtol}
-    rows = zip(paths, _asked(single, sharded, values, request), strict=True)
+    arguments, paths = list(_drawn(sharded, args)), sharded.output_paths()
+    devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(asked.size)}
+    # With 64 bits arrays keep their dtypes, whatever those are.
+    settings = {"JAX_ENABLE_X64": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    child = Child(
+        __name__,
+        os.environ | devices | settings,
+        whole=single.program,
+        sharded=sharded.program,
+        arguments=arguments,
+        results=sharded.results,
+        rounding=sharded.rounding,
+        rtol=rtol,
+    )
+    with closing(child):
+        if error := child.error("the step"):
+            fix = f": {_SMALLER}" if error.startswith("MemoryError") else ""
+            lines = f"{error[-_LAST_WORDS:]}{fix}".splitlines()
+            raise RuntimeError(printable_lines(["the step cannot be run here:", *lines]))
+        rows = zip(paths, json.loads(child.text("findings.json")), strict=True)
     findings = (
         Finding(level, kind, f"{path}{message}", fix, (path,), 1)
         for path, of_result in rows
@@ -154,14 +177,14 @@ class _Lowered:
             )
         if jax.__version_info__ < (0, 8) and _NARROW.search(self._inner.as_text()):
             raise RuntimeError("XLA for CPU of JAX 0.7 spoils arrays of 2 and 4 bits: take JAX 0.8")
-        self.asked, self.kept = asked, kept
+        self.kept = kept
         infos = tree_util.tree_leaves(self._inner.args_info)
         self.count = len(infos)
         self.arguments = [_stored_form(infos[leaf]) for leaf in kept]
         """Dtype and shape of the arguments that it uses, as they are stored."""
         self.results = [_stored_form(info) for info in tree_util.tree_leaves(self._inner.out_info)]
-        specs = [[*s.spec] if (s := shardings[0][leaf]) else [] for leaf in kept]
-        self.request = {"mesh": sizes, "overrides": asked.overrides, "specs": specs}
+        specs = [tuple(s.spec) if (s := shardings[0][leaf]) else () for leaf in kept]
+        self.program = (tuple(asked), sizes, specs)
 
     @property
     def rounding(self) -> float:
@@ -178,15 +201,15 @@ class _Lowered:
         return [path_of.get(place, f"outputs[{place}]") for place in range(len(self.results))]
 
 
-def _stored_form(info: Any) -> tuple[str, tuple[int, ...]]:
+def _stored_form(info: Any) -> _Form:
     """Return the dtype and shape in which an array is stored; random keys are integers."""
     if jnp.issubdtype(info.dtype, jax.dtypes.prng_key):
         info = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(info.shape, info.dtype))
     return np.dtype(info.dtype).name, tuple(info.shape)
 
 
-def _values(lowered: _Lowered, args: tuple[Any, ...] | None) -> tuple[list[Any], list[bool]]:
-    """Return the arguments that a step uses, and which of them are random."""
+def _drawn(lowered: _Lowered, args: tuple[Any, ...] | None) -> Iterator[_Argument]:
+    """Yield the arguments that a step uses, random ones for those that have no values."""
     arrays = (
         arg.abstract() if isinstance(arg, Plan) else arg
         for arg in (lowered.args if args is None else args)
@@ -199,13 +222,11 @@ def _values(lowered: _Lowered, args: tuple[Any, ...] | None) -> tuple[list[Any],
     generator = np.random.default_rng(0)
     floats = (shape for name, shape in lowered.arguments if "float" in name and len(shape) > 1)
     rows = min((size for shape in floats for size in shape if size > 1), default=2)
-    values, is_random = [], []
     for leaf, (name, shape) in zip(lowered.kept, lowered.arguments, strict=True):
-        dtype: Any = jnp.dtype(name)
-        value = leaves[leaf]
-        is_random.append(value is None or isinstance(value, jax.ShapeDtypeStruct))
-        if is_random[-1]:
-            values.append(_random(dtype, shape, rows, generator).astype(dtype))
+        dtype, value = jnp.dtype(name), leaves[leaf]
+        if value is None or isinstance(value, jax.ShapeDtypeStruct):
+            array = _random(dtype, shape, rows, generator)
+            yield name, shape, array.astype(dtype).tobytes(), True
             continue
         if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             value = jax.random.key_data(value)
@@ -215,8 +236,7 @@ def _values(lowered: _Lowered, args: tuple[Any, ...] | None) -> tuple[list[Any],
             raise ValueError(
                 f"args has {array.dtype.name}{[*array.shape]} where the step takes {name}{[*shape]}"
             )
-        values.append(array.astype(dtype))
-    return values, is_random
+        yield name, shape, array.astype(dtype).tobytes(), False
 
 
 def _random(dtype: Any, shape: tuple[int, ...], rows: int, generator: np.random.Generator) -> Any:
@@ -230,94 +250,60 @@ def _random(dtype: Any, shape: tuple[int, ...], rows: int, generator: np.random.
     return generator.integers(0, rows, shape) if shape else np.int64(1)
 
 
-def _asked(
-    single: _Lowered, sharded: _Lowered, values: Sequence[Any], request: dict[str, Any]
-) -> list[list[Any]]:
-    """Let a child run both programs, and return its findings about each result."""
-    devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(sharded.asked.device_ids))}
-    # With 64 bits arrays keep their dtypes, whatever those are.
-    settings = {"JAX_ENABLE_X64": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    files = {"values": b"".join(value.tobytes() for value in values)}
-    for name, lowered in (("whole", single), ("sharded", sharded)):
-        files |= {f"{name}.bc": lowered.asked.module, f"{name}.pb": lowered.asked.options}
-        request[name] = lowered.request
-    request |= {"arguments": single.arguments, "results": single.results}
-    with closing(Child(__name__, os.environ | devices | settings, files, request)) as child:
-        if error := child.error("the step"):
-            words = error[-2000:]
-            fix = f": {_SMALLER}" if words.startswith("MemoryError") else ""
-            raise RuntimeError(
-                printable_lines(["the step cannot be run here:", *f"{words}{fix}".splitlines()])
-            )
-        return json.loads(child.text("findings.json"))  # type: ignore[no-any-return]
-
-
 # In the child.
 
 
-def main(folder: Path, request: dict[str, Any]) -> None:
+def main(
+    folder: Path,
+    *,
+    whole: _Program,
+    sharded: _Program,
+    arguments: Sequence[_Argument],
+    results: Sequence[_Form],
+    rounding: float,
+    rtol: float | None,
+) -> None:
     """Run both programs, and write the findings about each result to findings.json.
 
     Their messages are those behind the path of the result.
     """
-    run_sharded, run_whole = (_program(folder, name, request) for name in ("sharded", "whole"))
-    data, values, begin = (folder / "values").read_bytes(), [], 0
-    for name, shape in request["arguments"]:
-        dtype: Any = jnp.dtype(name)
-        values.append(np.frombuffer(data, dtype, prod(shape), begin).reshape(shape))
-        begin += values[-1].nbytes
+    run_sharded, run_whole = (_runner(program, results) for program in (sharded, whole))
+    values = [np.frombuffer(x, jnp.dtype(name)).reshape(shape) for name, shape, x, _ in arguments]
     # Sums of positive values hide what is not linear, and roots of others are no numbers.
-    is_signed = [
-        flag and _is_inexact(x) for x, flag in zip(values, request["is_random"], strict=True)
-    ]
+    is_signed = [row[-1] and _is_inexact(x) for x, row in zip(values, arguments, strict=True)]
     pairs = zip(values, is_signed, strict=True)
     positive = [abs(x).astype(x.dtype) if flag else x for x, flag in pairs]
     draws = [values, positive] if any(is_signed) else [values]
-    findings: list[list[Finding]] = [[] for _ in request["results"]]
+    findings: list[list[Finding]] = [[] for _ in results]
     is_compared = False
     for drawn in draws:
-        arguments = [drawn, *(_moved_by_rounding(drawn, request["rounding"], i) for i in (1, 2))]
-        expected = [run_whole(each) for each in arguments]
+        variants = [drawn, *(_moved_by_rounding(drawn, rounding, seed) for seed in (1, 2))]
+        expected = [run_whole(each) for each in variants]
         is_finite = all(jnp.isfinite(array).all() for array in expected[0] if _is_inexact(array))
         if not is_finite and (is_compared or drawn is not draws[-1]):
             continue  # the other values are what the step is made for
         is_compared = True
         rows = zip(*expected, run_sharded(drawn), strict=True)
-        arguments.append(drawn)
+        variants.append(drawn)
         for of_result, row in zip(findings, rows, strict=True):
             if not of_result:
                 arrays = [*map(np.asarray, row)]
-                of_result.extend(
-                    _unlike(arrays, arguments, request["rtol"]) + _unlike_copies(row[-1])
-                )
+                of_result.extend(_unlike(arrays, variants, rtol) + _unlike_copies(row[-1]))
     (folder / "findings.json").write_text(json.dumps(findings), "utf-8")
 
 
-def _program(folder: Path, name: str, request: dict[str, Any]) -> Any:
+def _runner(program: _Program, results: Sequence[_Form]) -> Callable[[Sequence[Any]], list[Any]]:
     """Compile a program for host devices; what is returned runs it on arrays of numpy."""
-    asked = request[name]
-    sizes, count = asked["mesh"], prod(asked["mesh"].values())
+    asked, sizes, specs = program
+    count = prod(sizes.values())
     devices = np.array(jax.devices("cpu")[:count]).reshape(tuple(sizes.values()))
     mesh = Mesh(devices, tuple(sizes))
-    module, options = ((folder / f"{name}.{end}").read_bytes() for end in ("bc", "pb"))
-    asked_of = CompilerInput(module, options, asked["overrides"], [*range(count)])
-    execute, bytes_each, of_results = run_module(asked_of, mesh)
+    execute, bytes_each = run_module(CompilerInput(*asked), mesh, [shape for _, shape in results])
     needed, free = bytes_each * count, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > free:
         raise MemoryError(f"it needs {bytes_shown(needed)}, of {bytes_shown(free)}")
-    specs = [[tuple(axes) if type(axes) is list else axes for axes in s] for s in asked["specs"]]
     shardings = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
-
-    def run(arrays: Sequence[Any]) -> list[jax.Array]:
-        results = execute(jax.device_put(list(arrays), shardings))
-        targets = [NamedSharding(mesh, s) for s in of_results or [PartitionSpec()] * len(results)]
-        rows = zip(request["results"], targets, results, strict=True)
-        return [
-            jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards)
-            for (_, shape), sharding, shards in rows
-        ]
-
-    return run
+    return lambda arrays: execute(jax.device_put(list(arrays), shardings))
 
 
 def _is_inexact(array: Any) -> bool:
