@@ -298,17 +298,11 @@ def test_types_of_axes():
     assert not sr.rehearse(step_on, mesh)
 
 
-def test_wide_numbers():
+def test_wide_numbers_and_how_many_devices_the_environment_says_there_are(monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     with enable_x64(True):
         assert not sr.rehearse(partial(scaled, call=lambda x: x * 2, dtype="float64"), SIZES)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("JAX_NUM_CPU_DEVICES", "2"), ("XLA_FLAGS", "--xla_force_host_platform_device_count=4")]
-)
-def test_the_environment_does_not_say_how_many_devices_there_are(monkeypatch, name, value):
-    monkeypatch.setenv(name, value)
-    assert not sr.rehearse(partial(scaled, call=lambda x: x * 2), SIZES)
 
 
 def test_nothing_is_left(tmp_path, monkeypatch):
@@ -321,23 +315,14 @@ def test_nothing_is_left(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-MODULE = """
-from tests.program.test_rehearse import by_hand
-
-def step_on(mesh):
-    return by_hand(mesh)
-
-def forgetful(mesh):
+def forgetful(mesh: Any) -> Any:
     return by_hand(mesh, "no mean")
-"""
 
 
-def test_the_command(tmp_path, monkeypatch):
-    (tmp_path / "small_steps.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    done = invoke("rehearse", "small_steps:step_on", "--mesh", "fsdp=4,tp=2")
+def test_the_command():
+    done = invoke("rehearse", f"{__name__}:by_hand", "--mesh", "fsdp=4,tp=2")
     assert done.exit_code == 0
     assert "nothing found: 4 results on fsdp=4,tp=2 and on one device" in done.output
-    done = invoke("rehearse", "small_steps:forgetful", "--mesh", "fsdp=4,tp=2", "--format", "json")
+    done = invoke("rehearse", f"{__name__}:forgetful", "--mesh", "fsdp=4,tp=2", "--format", "json")
     assert done.exit_code == 1
     assert {finding["kind"] for finding in json.loads(done.stdout)["findings"]} == {"unequal", "differs"}

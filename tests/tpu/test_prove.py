@@ -286,50 +286,6 @@ def test_a_pallas_kernel_has_no_cycles_and_counts_by_its_own_estimate(flops):
         assert (time.kernels, time.uncounted) == (pytest.approx(2 * at_peak), ())
 
 
-@needs_libtpu
-def test_splash_attention_is_read_and_counts_by_its_shapes():
-    """JAX writes its metadata on lines of its own, and it estimates no cost."""
-    folder = "jax.experimental.pallas.ops.tpu.splash_attention"
-    splash = pytest.importorskip(f"{folder}.splash_attention_kernel")
-    masks = pytest.importorskip(f"{folder}.splash_attention_mask")
-    heads, length, size = 4, 1024, 128
-
-    def attend(q, k, v):
-        mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * heads)
-        kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1)
-        return jnp.sum(kernel(q, k, v).astype("float32"))
-
-    topology = sr.Topology("v5e:1x1")
-    sharding = NamedSharding(topology.mesh(tp=1), P())
-    x = jax.ShapeDtypeStruct((heads, length, size), "bfloat16", sharding=sharding)
-    time = sr.prove(jax.jit(jax.grad(attend, argnums=(0, 1, 2))), x, x, x, on=topology, time=True).time
-    # Two products forward; with another kernel for dq, seven backward. Half of them are masked.
-    flops = (2 + 7) * heads * length**2 * size
-    at_peak = flops / topology.hardware.flops_per_second["bfloat16"]
-    assert time.kernels == pytest.approx(2 * at_peak)
-    assert not time.uncounted
-
-
-@needs_libtpu
-@pytest.mark.slow
-def test_the_example_of_405_billion_parameters():
-    from examples import prove_405b
-
-    topology = sr.Topology("v5p:8x8x8")
-    step, arguments, outputs = prove_405b.step_on(topology.mesh(fsdp=64, tp=8))
-    proof = sr.prove(step, *arguments, on=topology, outputs=outputs)
-    proof.raise_for("error")
-    # JAX 0.10 moves the gradients of the table's rows, 0.03 %, in a way that is not known.
-    lost = sum(row.sent for row in proof.collectives if not row.is_expected)
-    assert lost < 0.001 * sum(proof.program.sent.values())
-    if jax.__version_info__ >= (0, 12):
-        proof.raise_for("warning")
-    assert not proof.program.is_per_iteration
-    held = sum(shard_bytes(arguments[0])) + 4 * prove_405b.LENGTH
-    # The compiler pads 126 scales to 128.
-    assert held <= proof.memory.totals.arguments <= 1.0001 * held
-
-
 # Sweeps over the meshes of a slice
 
 

@@ -79,7 +79,7 @@ class Side:
         shardings: list[Any],
         leaves: list[Any],
     ) -> None:
-        self.name = name
+        self.name: Literal["inputs", "outputs"] = name
         self.treedef = call.in_tree if name == "inputs" else call.out_tree
         self.shardings = shardings
         self.leaves = leaves

@@ -364,7 +364,6 @@ _REFUSALS: Final = (
     re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm"),
 )
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_MOST: Final = 0.5
 
 
 class OutOfMemory(MemoryError):  # noqa: N818
@@ -408,14 +407,12 @@ class OutOfMemory(MemoryError):  # noqa: N818
 
     def _fix(self) -> str:
         """Say what would mend it."""
-        line = f" at {self.buffers[0].place}" if self.buffers[0].place else ""
-        saved = sum(buffer.bytes for buffer in self.buffers if buffer.is_saved)
-        is_most = saved > _MOST * sum(buffer.bytes for buffer in self.buffers)
-        remat = "recompute what is kept for the backward pass, most of it: jax.checkpoint; or "
+        largest, is_kept = self.buffers[0], any(buffer.is_saved for buffer in self.buffers)
+        line = f" at {largest.place}" if largest.place else ""
+        remat = "recompute what is kept for the backward pass: jax.checkpoint; or " * is_kept
         return (
-            f"{remat if is_most else ''}shard {self.buffers[0].shape}{line} over more devices, by "
-            "the plan or by jax.lax.with_sharding_constraint; or donate the state, or take a "
-            "smaller batch"
+            f"{remat}shard {largest.shape}{line} over more devices, by the plan or by "
+            "jax.lax.with_sharding_constraint; or donate the state, or take a smaller batch"
         )
 
 
