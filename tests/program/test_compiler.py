@@ -379,13 +379,6 @@ def test_a_full_disk_is_told(temporary, monkeypatch):
     assert list(temporary.iterdir()) == []
 
 
-def test_a_slice_without_its_compiler_offers_the_same_mesh(monkeypatch):
-    monkeypatch.setitem(sys.modules, "libtpu", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(ImportError, match=r"same mesh as a dict: on=\{'fsdp': 16, 'tp': 8\}"):
-        sr.Topology("v5p:4x4x8").mesh(fsdp=16, tp=8)
-
-
 @pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="JAX 0.7 lowers Explicit axes for devices alone")
 def test_explicit_axes_and_the_name_of_a_slice():
     mesh = AbstractMesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Explicit,) * 2)

@@ -74,12 +74,11 @@ def test_a_step_that_names_other_devices_is_told():
 
 
 HBM = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO"
-USED = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.14G of 15.75G hbm. Exceeded hbm capacity"
 
 
-@pytest.mark.parametrize("message", [f"{HBM} temporaries (18.14G) exceeds available HBM (15.75G). HLO module: f", USED])
-def test_a_refusal_for_memory_has_the_bytes(message):
-    refusal = sr.OutOfMemory(*refused_bytes(message), ())
+def test_a_refusal_for_memory_has_the_bytes():
+    numbers = refused_bytes(f"{HBM} temporaries (18.14G) exceeds available HBM (15.75G). HLO module: f")
+    refusal = sr.OutOfMemory(*numbers, ())
     assert "needs 19.5 GB" in str(refusal)
     assert "has 16.9 GB; XLA does not" in str(refusal)
     assert refusal.required > refusal.available == int(15.75 * 2**30)

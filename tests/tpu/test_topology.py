@@ -44,7 +44,7 @@ def test_without_the_compiler_the_extra_is_named(monkeypatch):
     topology = sr.Topology("v5p:2x2x4")  # a value as it is
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name))
-    with pytest.raises(ImportError, match=r"pip install 'jax\[tpu\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'jax\[tpu\]'.* same mesh as a dict: on=\{'fsdp': 16\}"):
         topology.mesh(fsdp=16)
 
 
