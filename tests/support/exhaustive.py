@@ -15,18 +15,6 @@ from tests.support.engines import NFA, differences
 from tests.support.random_patterns import compiles
 
 
-class Flags(NamedTuple):
-    """Written in front of the pattern, and given when it is compiled."""
-
-    inline: str = ""
-    compiled: re.RegexFlag = re.NOFLAG
-
-
-NO_FLAGS = Flags()
-INLINE = [Flags(inline=f"(?{letter})") for letter in "imsxa"]
-COMPILED = [Flags(compiled=flag) for flag in (re.I, re.M, re.S, re.X, re.A)]
-
-
 class Grammar(NamedTuple):
     """What patterns are made of, and the texts that tell them apart: `lead` and then characters."""
 
@@ -75,24 +63,24 @@ class Share(NamedTuple):
 
     grammar: Grammar
     size: int
-    flags: Flags
+    flags: re.RegexFlag
     number: int
     count: int
 
 
 def shares(size: int, count: int) -> list[Share]:
-    """FULL up to the size with each flag, or one less where it is inline; the others beyond it."""
-    parts = [(FULL, size, flags) for flags in (NO_FLAGS, *COMPILED)]
-    parts += [(FULL, size - 1, flags) for flags in INLINE]
-    parts += [(grammar, size + 1, NO_FLAGS) for grammar in (SCOPED, LONG_NAMES)]
-    parts += [(CORE, size + 2, NO_FLAGS)]
+    """FULL up to the size with each flag; the others beyond it."""
+    parts = [(FULL, size, flag) for flag in (re.NOFLAG, re.I, re.M, re.S, re.X, re.A)]
+    parts += [
+        (grammar, more, re.NOFLAG) for grammar, more in ((SCOPED, size + 1), (LONG_NAMES, size + 1), (CORE, size + 2))
+    ]
     return [Share(*part, number, count) for part in parts for number in range(count)]
 
 
 def check(share: Share) -> list[str]:
     """Compares a share with `re`, in lists of five; what differs."""
-    grammar, size, (inline, flag), number, count = share
-    compiled = (compiles(inline + pattern, flag) for pattern in _shuffled_patterns(grammar, size)[number::count])
+    grammar, size, flag, number, count = share
+    compiled = (compiles(pattern, flag) for pattern in _shuffled_patterns(grammar, size)[number::count])
     rules = [one if flag else one.pattern for one in compiled if one is not None]
     assert rules
     # Neighbours in alphabetical order begin alike, and share states.
