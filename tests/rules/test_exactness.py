@@ -1,24 +1,95 @@
-"""The chosen rule is the first whose re.search hits: checked against `re` itself."""
+"""The chosen rule is the first whose re.search hits: each way through shardrules, checked against `re` itself.
 
+Random rule lists, CPython's own tables, the corpus, and every pattern up to a size on every text up to a length. A rule
+is a pattern here, and its spec the rule's index; the size of a pattern is the number of its atoms, anchors, repeats,
+groups and bars.
+"""
+
+from __future__ import annotations
+
+import random
 import re
 import signal
 import sys
 import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import cache, reduce
+from itertools import chain, product
 from operator import or_
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.tree_util import tree_leaves
 
 import shardrules as sr
-from tests.support.engines import NFA, NO_RULE, ROUNDS, Rule, differences
-from tests.support.exhaustive import check, shares
 from tests.support.folders import DATA
 from tests.support.random_patterns import FLAGS, compiles, random_pattern, random_text
 from tests.support.slow import slow
 from tests.support.work import counters
+
+Rule = str | re.Pattern[str]
+
+NO_RULE = -1
+# What is met for the first time is simulated; all has become states after so many rounds.
+ROUNDS = 20
+# With no memory everything is simulated, always.
+NFA = {"memory_budget": 0}
+
+
+def differences(rules: Sequence[Rule], paths: Sequence[str], rounds: int = 1, **options: Any) -> list[str]:
+    """A reproducer for each path on which first_match, all_matches or a walk differs from `re`."""
+    patterns = [re.compile(rule) for rule in rules]
+    every = {path: [i for i, pattern in enumerate(patterns) if pattern.search(path)] for path in paths}
+    indexed = sr.Rules([(rule, index) for index, rule in enumerate(rules)], **options)
+    # A walk wants a rule for every leaf.
+    walked = sr.Rules([*indexed, ("", NO_RULE)], **options)
+    found: list[str] = []
+
+    def compare(call: str, path: str, expected: object, answer: object) -> None:
+        if answer != expected:
+            found.append(reproducer(rules, f"{call}({path!r})", {"re": expected, "ours": answer}, options))
+
+    for _ in range(rounds):
+        for path in paths:
+            compare("first_match", path, next(iter(every[path]), None), indexed.first_match(path))
+            compare("all_matches", path, every[path], indexed.all_matches(path))
+        for tree in _trees(paths):
+            for path, rule in zip(tree_leaves(tree), tree_leaves(walked.match(tree, strict=False)), strict=True):
+                compare("match", path, next(iter(every[path]), NO_RULE), rule)
+    return found
+
+
+def reproducer(rules: Sequence[Rule], call: str, answers: Mapping[str, object], options: Mapping[str, object]) -> str:
+    """Source text of a call of `Rules` with these options, and what each engine answered."""
+    shown_rules = ", ".join(f"({_shown(rule)}, {index})" for index, rule in enumerate(rules))
+    shown_options = "".join(f", {name}={value}" for name, value in options.items())
+    shown_answers = ", ".join(f"{engine}: {answer}" for engine, answer in answers.items())
+    return f"sr.Rules([{shown_rules}]{shown_options}).{call}  # {shown_answers}"
+
+
+def _trees(paths: Sequence[str]) -> Iterator[Any]:
+    """All paths as the keys of one dict; and those of one depth in dicts in dicts. A leaf is its own path."""
+    yield dict(zip(paths, paths, strict=True))
+    depths = {path.count("/") for path in paths}
+    for depth in depths if depths != {0} else ():
+        tree: dict[str, Any] = {}
+        for path in paths:
+            if path.count("/") == depth:
+                *outer, last = path.split("/")
+                node = tree
+                for key in outer:
+                    node = node.setdefault(key, {})
+                node[last] = path
+        yield tree
+
+
+def _shown(rule: Rule) -> str:
+    # repr() of a compiled pattern cuts it at 200 characters.
+    return repr(rule) if isinstance(rule, str) else f"re.compile({rule.pattern!r}, {rule.flags})"
+
 
 TEXTS = 8
 BUDGETS = (1, 3000, 1 << 20)
@@ -129,6 +200,132 @@ def test_a_huge_literal_is_left_to_re(monkeypatch):
     rules = sr.Rules([("x" * 5_000, None), ("y", None)])
     assert rules.fallbacks == ((0, "too large for the automaton once its repeats are unrolled"),)
     assert rules.first_match("xy") == 1
+
+
+class Grammar(NamedTuple):
+    """What patterns are made of, and the texts that tell them apart: `lead` and then characters."""
+
+    atoms: tuple[str, ...]
+    anchors: tuple[str, ...]
+    repeats: tuple[str, ...]
+    groups: tuple[str, ...]
+    characters: str
+    text_length: int
+    lead: str = ""
+
+
+# With VERBOSE, "#" and the newline make a comment. No text has a small b: it matches by IGNORECASE.
+FULL = Grammar(
+    atoms=("a", "b", ".", "[ab]", "[^a]", r"\w", r"\W", "é", "\n", "#"),
+    anchors=("^", "$", r"\A", r"\Z", r"\b", r"\B"),
+    repeats=("*", "+", "?", "{2}", "{0,2}", "{1,}", "*?", "+?", "??", "{2}?", "{0,2}?", "{1,}?"),
+    groups=("(", "(?:", "(?i:", "(?s:", "(?m:", "(?x:", "(?a:", "(?-imsx:"),
+    characters="aBéÉ\n#",
+    text_length=3,
+)
+# The few operators that interact, so that there is time for larger patterns.
+CORE = Grammar(
+    atoms=("a", ".", r"\W"),
+    anchors=("^", "$", r"\b"),
+    repeats=("*", "?", "{1,3}"),
+    groups=("(?:",),
+    characters="a#\n",
+    text_length=4,
+)
+# Each atom and anchor shows one of the flags of the scope around it.
+SCOPED = Grammar(
+    atoms=("b", ".", "#\n"),
+    anchors=("^b", "b$"),
+    repeats=("*",),
+    groups=("(?i:", "(?s:", "(?m:", "(?x:", "(?-imsx:"),
+    characters="bB#\n",
+    text_length=3,
+)
+# As in a checkpoint: the walk resumes long names where they differ from the one before.
+LONG_NAMES = CORE._replace(lead=33 * "#")
+
+
+class Share(NamedTuple):
+    """One of `count` parts of all patterns of a grammar up to a size, with these flags."""
+
+    grammar: Grammar
+    size: int
+    flags: re.RegexFlag
+    number: int
+    count: int
+
+
+def shares(size: int, count: int) -> list[Share]:
+    """FULL up to the size with each flag; the others beyond it."""
+    parts = [(FULL, size, flag) for flag in (re.NOFLAG, re.I, re.M, re.S, re.X, re.A)]
+    parts += [
+        (grammar, more, re.NOFLAG) for grammar, more in ((SCOPED, size + 1), (LONG_NAMES, size + 1), (CORE, size + 2))
+    ]
+    return [Share(*part, number, count) for part in parts for number in range(count)]
+
+
+def check(share: Share) -> list[str]:
+    """Compares a share with `re`, in lists of five; what differs."""
+    grammar, size, flag, number, count = share
+    compiled = (compiles(pattern, flag) for pattern in _shuffled_patterns(grammar, size)[number::count])
+    rules = [one if flag else one.pattern for one in compiled if one is not None]
+    assert rules
+    # Neighbours in alphabetical order begin alike, and share states.
+    return [
+        line
+        for ordered, options in ((rules, {}), (sorted(rules, key=repr), {}), (rules, NFA))
+        for start in range(0, len(rules), 5)
+        for line in differences(ordered[start : start + 5], _texts(grammar), **options)
+    ]
+
+
+@cache
+def _texts(grammar: Grammar) -> list[str]:
+    characters = [product(grammar.characters, repeat=length) for length in range(grammar.text_length + 1)]
+    return [grammar.lead + "".join(text) for text in chain.from_iterable(characters)]
+
+
+@cache
+def _shuffled_patterns(grammar: Grammar, size: int) -> list[str]:
+    patterns = list(chain.from_iterable(_patterns(grammar, n) for n in range(size + 1)))
+    random.Random(size).shuffle(patterns)
+    return patterns
+
+
+@cache
+def _patterns(grammar: Grammar, size: int) -> list[str]:
+    """All patterns of exactly this size; each is derived in one way only."""
+    alternatives = [
+        f"{branch}|{others}"
+        for n in range(size)
+        for branch in _branches(grammar, n)
+        for others in _patterns(grammar, size - 1 - n)
+    ]
+    return _branches(grammar, size) + alternatives
+
+
+@cache
+def _branches(grammar: Grammar, size: int) -> list[str]:
+    if size == 0:
+        return [""]
+    return [
+        item + rest for n in range(1, size + 1) for item in _items(grammar, n) for rest in _branches(grammar, size - n)
+    ]
+
+
+@cache
+def _items(grammar: Grammar, size: int) -> list[str]:
+    anchors = list(grammar.anchors) if size == 1 else []
+    repeated = [item + repeat for item in _repeatable(grammar, size - 1) for repeat in grammar.repeats]
+    return _repeatable(grammar, size) + anchors + repeated
+
+
+@cache
+def _repeatable(grammar: Grammar, size: int) -> list[str]:
+    if size == 0:
+        return []
+    atoms = list(grammar.atoms) if size == 1 else []
+    return atoms + [f"{group}{p})" for group in grammar.groups for p in _patterns(grammar, size - 1)]
 
 
 @pytest.mark.parametrize("share", [*shares(size=1, count=1), *(slow(share) for share in shares(size=2, count=4))])

@@ -137,6 +137,8 @@ USES = {
     ),
     "coverage": (lambda: RULES.coverage(TREE), 1),
     "templates": (lambda: _core.templates(PATHS), 1),
+    "beside": (lambda: _core.aligned_values({"a": [0], "b": None}, {"a": [LEAF], "b": None}, 1), 1),
+    "beside nodes": (lambda: _core.aligned_values({"a": [0]}, {"a": [LEAF]}, 1), 1),
     "fold": (lambda: fold(PATHS, np.zeros(3, np.int32)), 20),
     "new rules": (use_new_rules, 20),
     "errors": (use_unmatched, 20),
