@@ -40,7 +40,7 @@ def search_of(seed):
 def price(search, assignment):
     """Seconds of the step as a whole, and not term by term."""
     spread = Spread(search.space, assignment).of_step()
-    seconds = search.machine.computing(spread, search.space.equations.operations(on_device=True))
+    seconds = search.machine.computing(spread, search.space.equations.everything())
     return seconds.plus(search.machine.sending(search.space, spread.sent)).total
 
 

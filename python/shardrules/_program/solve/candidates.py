@@ -253,7 +253,7 @@ def _costs(layout: Contender, program: Program, peak: int) -> StepCost:
     space, machine, spread = layout.search.space, layout.search.machine, layout.spread
     flops = sum(
         operation.flops * trips / spread.share(operation)
-        for operation, trips in space.equations.operations(on_device=True)
+        for operation, trips in space.equations.everything()
     )
     executable, hlo = program._executable, program._executable.hlo
     with hlo_errors():

@@ -21,7 +21,6 @@ from shardrules._program.solve.spread import PRODUCTS
 from shardrules._program.step.equations import (
     BODIES,
     CONSTRAINTS,
-    RESULT,
     bodies_of,
     constrains,
     inner_jaxpr,
@@ -167,7 +166,7 @@ def activations(step: Step, spread: Spread) -> tuple[Activation, ...]:
         ):
             continue
         users = step._equations.users.get(seam.number, ())
-        lines = (user_line(row.eqn) for row in (operation, *users) if row is not RESULT)
+        lines = (user_line(row.eqn) for row in (operation, *users) if row)
         row = Activation(
             operation.path,
             str(next(filter(None, lines), "")),

@@ -55,7 +55,6 @@ class Terms:
     def __init__(self, space: Space, machine: Machine) -> None:
         self.space, self.machine = space, machine
         self._probe = Spread(space, {})
-        self._running = {id(operation) for operation, _ in space.equations.operations()}
         self._evaluated: dict[tuple[Any, ...], tuple[Seconds, dict[int, list[Need]]]] = {}
         groups = [
             group
@@ -125,8 +124,7 @@ class Terms:
             shared = {number: probe.needs[number] for number in self._shared & probe.needs.keys()}
             for number in probe.needs.keys() - shared:
                 probe.send(number, probe.needs[number])
-            running = (row for row in term.operations if id(row[0]) in self._running)
-            seconds = self.machine.computing(probe, running)
+            seconds = self.machine.computing(probe, term.operations)
             seconds = seconds.plus(self.machine.sending(self.space, probe.sent))
             self._evaluated[key] = seconds, shared
         return self._evaluated[key]

@@ -58,12 +58,6 @@ class Space:
             number not in self.local and roles.is_like_weights(number)
             for number in range(len(equations.values))
         ]
-        self._ranks = {
-            name: (_RANKS.index(roles.of.get(name, "")), name)
-            for rows in self.classes
-            for row in rows
-            for name in row
-        }
         alike: dict[Any, int] = {}
         kinds = zip(self.classes, self._is_weight, strict=True)
         self.first = [
@@ -71,7 +65,6 @@ class Space:
             for number, kind in enumerate(kinds)
         ]
         """By array the first of those that have its cuts, in every layout."""
-        self._names = [tuple(name for row in rows for name in row) for rows in self.classes]
         self._known: dict[tuple[Any, ...], Cuts] = {}
         self._stored_places = cache(self._places_to_store)
         self.count = cache(lambda axes: prod(self.sizes[axis] for axis in axes))
@@ -106,7 +99,8 @@ class Space:
             return ((),) * len(self.classes[number])
         first = self.first[number]
         stored = axes.get(STORED, ()) if self._is_weight[number] else ()
-        key = (first, stored, *[axes.get(name, ()) for name in self._names[first]])
+        names = (name for row in self.classes[first] for name in row)
+        key = (first, stored, *[axes.get(name, ()) for name in names])
         if key not in self._known:
             self._known[key] = self._cuts(first, axes, stored)
         return self._known[key]
@@ -128,12 +122,13 @@ class Space:
             return ((),) * len(rows)
         axes_at: dict[tuple[int, int], Axes] = {}
         taken: set[str] = set()
-        pairs = [(dim, place) for dim, row in enumerate(rows) for place in range(len(row))]
-        # Those that keep axes first.
-        for dim, place in sorted(
-            pairs, key=lambda pair: (self._ranks[rows[pair[0]][pair[1]]], pair)
-        ):
-            free = [a for a in axes.get(rows[dim][place], ()) if a not in taken]
+        ranked = sorted(  # those that keep axes first
+            (_RANKS.index(self.roles.of.get(name, "")), name, dim, place)
+            for dim, row in enumerate(rows)
+            for place, name in enumerate(row)
+        )
+        for _, name, dim, place in ranked:
+            free = [a for a in axes.get(name, ()) if a not in taken]
             if free:
                 axes_at[dim, place] = tuple(free)
                 taken.update(free)
@@ -203,7 +198,7 @@ class Space:
             for operation, _ in equations.everything()
             for number in operation.outputs
             if operation.name == "shard_map"
-            and {reader.name for reader in equations.users.get(number, ())} <= {"shard_map"}
+            and all(user and user.name == "shard_map" for user in equations.users.get(number, ()))
         }
 
     def _parts_of_heads(self) -> set[int]:
@@ -212,38 +207,23 @@ class Space:
         Devices have contiguous parts of a dimension: whole heads. What is cut out of such a class,
         as rotary embeddings are, is one as well, and so is what is put together of such parts.
         """
-        equations, roles = self.equations, self.roles
-        weights = [self.classes[number] for number in roles.weights.values()]
-        parts = {
-            name
-            for rows in weights
-            for row in rows
-            for name in row[1:]
-            if roles.of.get(name, "") != "query heads of a KV head"
-        }
-        parts.update(name for name, role in roles.of.items() if role == "head size")
-        pairs = [tuple(map(equations.dims.classes, pair)) for pair in equations.dims.parts]
-        before: set[int] = set()
-        while before != parts:
-            before = set(parts)
-            for pair in pairs:
-                if any(row and before.issuperset(row) for row in pair):
-                    parts.update(*pair)
-        return parts
+        roles = self.roles
+        rows = [row for number in roles.weights.values() for row in self.classes[number]]
+        minor = {name for row in rows for name in row[1:]}
+        parts = [n for n in minor if roles.of.get(n, "") != "query heads of a KV head"]
+        parts += [name for name, role in roles.of.items() if role == "head size"]
+        return set(roles.with_parts(parts))
 
     def traced(self) -> Assignment:
         """Return the values that are nearest to the layout with which the step was traced.
 
         Axes of the batch that cut weights store them; all others are those of their class.
         """
-        equations, roles = self.equations, self.roles
-        cuts_of = dict(zip(equations.body.inputs, argument_cuts(self.step), strict=True))
-        written = (row for row, _ in equations.everything() if constrains(row.eqn))
-        cuts_of |= {row.outputs[0]: constraint_cuts(row.eqn) for row in written}
+        roles, cuts_of = self.roles, self._written_cuts()
         wishes: dict[int, list[str]] = {name: [] for name in self.values}
         stored = wishes.setdefault(STORED, [])
         for number in sorted(cuts_of, key=self.is_weight):
-            for classes, axes in zip(self.classes[number], cuts_of[number] or (), strict=False):
+            for classes, axes in zip(self.classes[number], cuts_of[number], strict=False):
                 batch = {
                     a for name, row in wishes.items() if roles.of.get(name) == "batch" for a in row
                 }
@@ -253,6 +233,25 @@ class Space:
                     wish.append(axis)
         return {
             name: self._largest(name, wish) for name, wish in wishes.items() if name in self.values
+        }
+
+    def _written_cuts(self) -> dict[int, Cuts]:
+        """Return the cuts that arguments, the jitted step or constraints give arrays."""
+        step, inputs = self.step, self.equations.body.inputs
+        leaves = [leaf for tree in step._trees for leaf in inputs_of(tree, step._function)]
+        own = [getattr(leaf, "sharding", None) for leaf in leaves]
+        by_call = () if step._call is None else step._call.params.get("in_shardings", ())
+        written = [*zip(inputs, own, strict=True)]
+        written += zip(inputs, by_call, strict=True) if len(by_call) == len(inputs) else ()
+        constraints = (row for row, _ in self.equations.everything() if constrains(row.eqn))
+        for row in constraints:
+            sharding = row.eqn.params.get("sharding") or row.eqn.params.get("dst_sharding")
+            written.append((row.outputs[0], sharding))
+        specs = ((number, getattr(sharding, "spec", None)) for number, sharding in written)
+        return {
+            number: tuple(map(entry_axes, entries_of(spec)))
+            for number, spec in specs
+            if spec is not None
         }
 
     def starts(self) -> list[Assignment]:
@@ -293,7 +292,7 @@ class Space:
     def _largest(self, name: int, wish: Iterable[str]) -> Axes:
         """Return the value of a variable of most devices among those of axes that are wished."""
         fitting = (value for value in self.values[name] if set(value) <= set(wish))
-        return max(fitting, key=lambda value: prod(self.sizes[axis] for axis in value), default=())
+        return max(fitting, key=self.count, default=())
 
     def shown(self, name: int) -> str:
         """Return role and size of a class."""
@@ -321,24 +320,3 @@ def _inside(body: Body, is_local: bool = False) -> Iterator[int]:
             yield from operation.outputs
         for inner in operation.bodies:
             yield from _inside(inner, is_local or operation.name == "shard_map")
-
-
-def argument_cuts(step: Step) -> list[Cuts | None]:
-    """Return the cuts of each argument's leaf: its own, or those that the jitted step gives."""
-    leaves = [leaf for tree in step._trees for leaf in inputs_of(tree, step._function)]
-    cuts_of = [_sharding_cuts(getattr(leaf, "sharding", None)) for leaf in leaves]
-    shardings = () if step._call is None else step._call.params.get("in_shardings", ())
-    if len(shardings) != len(cuts_of):
-        return cuts_of
-    by_call = map(_sharding_cuts, shardings)
-    return [default if row is None else row for row, default in zip(cuts_of, by_call, strict=True)]
-
-
-def constraint_cuts(eqn: Any) -> Cuts | None:
-    """Return the cuts that a constraint in the program gives its array; None if nothing says."""
-    return _sharding_cuts(eqn.params.get("sharding") or eqn.params.get("dst_sharding"))
-
-
-def _sharding_cuts(sharding: Any) -> Cuts | None:
-    spec = getattr(sharding, "spec", None)
-    return None if spec is None else tuple(map(entry_axes, entries_of(spec)))

@@ -225,8 +225,9 @@ class Spread:
 
     def adder(self, number: int) -> TracedOperation | None:
         """Return the addition to which an array that is a sum may be left; None without one."""
-        users = self._equations.users.get(number, [])
-        return users[0] if len(users) == 1 and users[0].name in ADDS else None
+        users = self._equations.users.get(number, ())
+        user = users[0] if len(users) == 1 else None
+        return user if user and user.name in ADDS else None
 
     def _send_sum(self, number: int, rows: tuple[Axes, ...]) -> None:
         """Count the collectives that add the terms of a result over axes, a row after the other."""
@@ -445,7 +446,7 @@ class Machine:
         """Return the seconds of operations, each of its products or of reading and writing."""
         compute = memory = 0.0
         for operation, trips in operations:
-            if is_apart(operation):
+            if is_apart(operation) and not operation.bodies:
                 products, moved = self._operation(spread, operation)
                 if products >= moved:
                     compute += products * trips

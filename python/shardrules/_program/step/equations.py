@@ -28,15 +28,6 @@ Site = tuple[int, ...]
 """Places of equations, the outermost first; after that of a loop or branch the body's number."""
 
 
-class _Result:
-    """User of what a step or a loop gives back."""
-
-    name = "result"
-
-
-RESULT: Final[Any] = _Result()
-
-
 class TracedArray(NamedTuple):
     """Array of a step."""
 
@@ -62,6 +53,8 @@ class TracedOperation:
     outputs: list[int]
     scope: str = ""
     """JAX's names around it, such as "transpose(jvp(loss))"."""
+    devices: int = 1
+    """On how many devices it runs, each with its part: of code by device."""
     site: Site = ()
     """Where its equation is in the jaxpr; () of what is none of the program's."""
     bodies: list[Body] = field(default_factory=list)
@@ -85,11 +78,6 @@ class TracedOperation:
         stop = self.carries if self.name == "scan" else len(body.outputs)
         rows = enumerate(zip(self.outputs, body.outputs, strict=True))
         return [(outer, inner, place >= stop) for place, (outer, inner) in rows]
-
-    @property
-    def running(self) -> list[Body]:
-        """Return the bodies that run in a step: one of several branches."""
-        return self.bodies if self.taken is None else [self.bodies[self.taken]]
 
     @property
     def flops(self) -> int:
@@ -142,7 +130,7 @@ class Equations:
         self.local: list[tuple[int, int]] = []
         """Pairs of a dimension, and what a device has of it in that code."""
         self._counted = Counted()
-        self._scope = ""
+        self._scope, self._devices = "", 1
         self.body = self._body(closed, list(map(self._new, closed.jaxpr.invars)), ())
 
     def _new(self, var: Any, dims: Dims | None = None) -> int:
@@ -182,7 +170,8 @@ class Equations:
                 results = call.outputs
             else:
                 operation = self._operation(eqn, read, site)
-                operation.scope, operation.site = self._scope, site
+                operation.scope, operation.devices = self._scope, self._devices
+                operation.site = site
                 operations.append(operation)
                 results = list(operation.outputs)
             self._scope = outer
@@ -272,7 +261,10 @@ class Equations:
         self.manual |= zip(inside, cuts_of_specs(params, "in"), strict=True)
         for outer, local in zip(numbers, inside, strict=True):
             self._relate(outer, local, self.manual[local])
+        sizes, outer_devices = dict(params["mesh"].shape), self._devices
+        self._devices *= prod(sizes[axis] for axis in params.get("manual_axes", sizes))
         body = self._body(params["jaxpr"], inside, (*site, 0))
+        self._devices = outer_devices
         outputs = list(map(self._new, eqn.outvars))
         self.manual |= zip(outputs, cuts_of_specs(params, "out"), strict=True)
         for outer, result in zip(outputs, body.outputs, strict=True):
@@ -302,13 +294,13 @@ class Equations:
         }
 
     @cached_property
-    def users(self) -> dict[int, list[TracedOperation]]:
-        """Operations that read each array; `RESULT` is one of those of results."""
-        users: defaultdict[int, list[TracedOperation]] = defaultdict(list)
+    def users(self) -> dict[int, list[TracedOperation | None]]:
+        """Operations that read each array; None is that of a step's results, or a loop's."""
+        users: defaultdict[int, list[TracedOperation | None]] = defaultdict(list)
         rows = [operation for operation, _ in self.everything()]
         bodies = [self.body, *(inner for operation in rows for inner in operation.bodies)]
-        pairs = [(number, operation) for operation in rows for number in operation.inputs]
-        pairs += [(number, RESULT) for body in bodies for number in body.outputs]
+        pairs: list[Any] = [(number, row) for row in rows for number in row.inputs]
+        pairs += [(number, None) for body in bodies for number in body.outputs]
         for number, user in pairs:
             if number is not None:
                 users[number].append(user)
@@ -317,11 +309,15 @@ class Equations:
     def everything(
         self, body: Body | None = None, trips: int = 1
     ) -> Iterator[tuple[TracedOperation, int]]:
-        """Yield each operation, loops before what is in them, and how often a device runs it."""
+        """Yield each operation, loops before what is in them, and how often a device runs it.
+
+        Of branches that which computes most runs.
+        """
         for operation in (self.body if body is None else body).operations:
             yield operation, trips
-            for inner in operation.bodies:
-                yield from self.everything(inner, trips * operation.trips)
+            for place, inner in enumerate(operation.bodies):
+                turns = operation.trips if operation.taken in (None, place) else 0
+                yield from self.everything(inner, trips * turns)
 
     @cached_property
     def flops(self) -> int:
@@ -329,21 +325,7 @@ class Equations:
         return self._flops(self.body)
 
     def _flops(self, body: Body) -> int:
-        return sum(operation.flops * trips for operation, trips in self.operations(body))
-
-    def operations(
-        self, body: Body | None = None, trips: int = 1, *, on_device: bool = False
-    ) -> Iterator[tuple[TracedOperation, int]]:
-        """Yield what computes in a step: not loops, and of branches that which computes most.
-
-        And how often it runs: code by device on each of them, unless it is asked `on_device`.
-        """
-        for operation in (self.body if body is None else body).operations:
-            if not operation.bodies:
-                yield operation, trips
-            turns = trips * operation.trips * (1 if on_device else devices_of(operation.eqn))
-            for inner in operation.running:
-                yield from self.operations(inner, turns, on_device=on_device)
+        return sum(row.flops * row.devices * trips for row, trips in self.everything(body))
 
 
 _STRUCTURED: Final[dict[str, Callable[..., TracedOperation]]] = {
@@ -418,14 +400,6 @@ def bodies_of(eqn: Any) -> list[tuple[str, Any]]:
     if name == "cond":
         return [("branches", branch) for branch in eqn.params["branches"]]
     return [(BODIES[name], eqn.params[BODIES[name]])] if name in BODIES else []
-
-
-def devices_of(eqn: Any) -> int:
-    """Return on how many devices code by device runs, each with its part; 1 of other equations."""
-    if eqn.primitive.name != "shard_map":
-        return 1
-    sizes = dict(eqn.params["mesh"].shape)
-    return prod(sizes[axis] for axis in eqn.params.get("manual_axes", sizes))
 
 
 def cuts_of_specs(params: Any, side: str) -> Iterable[Cuts]:

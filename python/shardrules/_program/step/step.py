@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property, partial
 from itertools import compress
@@ -184,10 +184,9 @@ class Step:
     def work(self) -> tuple[Work, ...]:
         """Arithmetic by line, the most first."""
         flops: Counter[tuple[str, str, str]] = Counter()
-        for operation, trips in self._equations.operations():
-            if operation.flops:
-                key = operation.name, phase_of(operation.scope), operation.line
-                flops[key] += operation.flops * trips
+        for operation, trips in self._equations.everything():
+            if count := operation.flops * trips * operation.devices:
+                flops[operation.name, phase_of(operation.scope), operation.line] += count
         return tuple(Work(*key, count) for key, count in flops.most_common())
 
     @property
@@ -505,24 +504,31 @@ class Roles:
             self._name(batch, "batch")
 
     def _parts_of_weights(self, classes: Iterable[int]) -> list[int]:
-        """Return the classes of weights that these are, or whose parts they are put together of.
+        """Return the classes of weights that these are, or whose parts they are put together of."""
+        return self._of_weights_in(self.with_parts(classes))
+
+    def with_parts(self, classes: Iterable[int]) -> list[int]:
+        """Return classes, what is cut out of them, and what is put together of such parts.
 
         Rotary embeddings cut heads in halves, and put them together in a class of their own.
         """
-        parts = [*classes]
-        for name in parts:  # which grows
-            parts += [other for other in self._cut_from.get(name, ()) if other not in parts]
-        return self._of_weights_in(parts)
+        parts = dict.fromkeys(classes)
+        rest = [*parts]
+        for name in rest:  # which grows
+            added = self._cut_from.get(name, set()) - parts.keys()
+            parts |= dict.fromkeys(added)
+            rest += added
+        return rest
 
     @cached_property
-    def _cut_from(self) -> dict[int, list[int]]:
+    def _cut_from(self) -> dict[int, set[int]]:
         """Return {class: those that are a part of it, or that it is a part of}."""
-        near: dict[int, list[int]] = {}
+        near: defaultdict[int, set[int]] = defaultdict(set)
         for pair in self._equations.dims.parts:
             first, second = map(self._equations.dims.classes, pair)
             if len(first) == len(second) == 1:
-                near.setdefault(first[0], []).append(second[0])
-                near.setdefault(second[0], []).append(first[0])
+                near[first[0]].add(second[0])
+                near[second[0]].add(first[0])
         return near
 
     def _of_weights_in(self, classes: Iterable[int]) -> list[int]:
