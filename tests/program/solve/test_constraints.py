@@ -45,9 +45,8 @@ def train(params, rows):
 
 
 def shapes(tree):
-    return jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s, "float32"), tree, is_leaf=lambda node: isinstance(node, tuple)
-    )
+    is_shape = lambda node: isinstance(node, tuple)  # noqa: E731
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, "float32"), tree, is_leaf=is_shape)
 
 
 TREE = shapes({
