@@ -369,13 +369,12 @@ class Search:
         """Find the best of all assignments, or show that none takes less than so many seconds."""
         if self.bound >= most * (1 - _ROUNDING):
             return
-        tables = self._tables(most)
-        if not all(tables.values()):
-            self.bound = most
-        elif has_solver():
+        tables = self._tables()
+        if has_solver():
             self._solve(tables, most)
         else:
-            sums = map(sum, zip(*map(_least, tables.values()), strict=True))
+            least = (map(min, zip(*rows.values(), strict=True)) for rows in tables.values())
+            sums = map(sum, zip(*least, strict=True))
             self.bound = max(self.bound, min(most, max(sums, default=0.0)))
 
     def _assignments(self, scope: _Scope) -> Iterator[tuple[_Row, Assignment]]:
@@ -396,28 +395,15 @@ class Search:
             scopes.setdefault(wider, []).append(place)
         return scopes
 
-    def _tables(self, most: float) -> dict[_Scope, dict[_Row, Bounds]]:
-        """Return by variables what terms cost together for each combination of values.
-
-        Without rows that take more than so many seconds if all other tables have their least.
-        """
-        tables = {
+    def _tables(self) -> dict[_Scope, dict[_Row, Bounds]]:
+        """Return by variables what terms cost together for each combination of values."""
+        return {
             scope: {
                 row: self.terms.total(values, places).bounds
                 for row, values in self._assignments(scope)
             }
             for scope, places in self._scopes().items()
             if prod(len(self.space.values[name]) for name in scope) <= _MOST_ROWS
-        }
-        least = [_least(rows) for rows in tables.values()]
-        room = [most - sum(column) for column in zip(*least, strict=True)]
-        return {
-            scope: {
-                row: bounds
-                for row, bounds in rows.items()
-                if all(b - a <= r for a, b, r in zip(first, bounds, room, strict=True))
-            }
-            for (scope, rows), first in zip(tables.items(), least, strict=True)
         }
 
     def _solve(self, tables: dict[_Scope, dict[_Row, Bounds]], most: float) -> None:
@@ -489,11 +475,6 @@ class Search:
                     and needed <= self.hbm
                 ):
                     self.assignment = simpler
-
-
-def _least(rows: dict[_Row, Bounds]) -> Bounds:
-    """Return the least of each column of a table."""
-    return tuple(map(min, zip(*rows.values(), strict=True)))
 
 
 def has_solver() -> bool:
