@@ -105,12 +105,9 @@ BOMBS = {
     "name.json": (plain((b'{"params":[["', 1), (b"a", 5_000_000), (b'",[1],"F99"]]}', 1)), "unknown dtype 'F99'"),
     "shape.json": (plain((b'{"params":[["a",[2', 1), (b",2", 2_000_000), (b'],"F32"]]}', 1)), "more than 2**63 - 1 elements"),
     "lists.safetensors": (lambda path: path.write_bytes(header_file(b'{"a":[' + b"[]," * 30_000_000 + b"1]}")), LARGE),
-    "sparse.safetensors": (sparse(3 << 30, (100_000_000).to_bytes(8, "little") + b"{}"), "this is not JSON"),
     "key.toml": (plain(KEY, (b"a=1", 1)), LEVELS),
-    "table.toml": (plain((b"[", 1), KEY, (b"a]", 1)), LEVELS),
     "quoted key.toml": (plain((b'"a" . ', 20_000), (b"a=1", 1)), LEVELS),
     "key behind a string.toml": (plain((b'x={a="""a""""",', 1), KEY, (b"a=1}", 1)), LEVELS),
-    "key behind a literal.toml": (plain((b"x={a='''a'''', ", 1), KEY, (b"a=1}", 1)), LEVELS),
     "tables.toml": (
         lambda path: path.write_text("".join(f"[{i:x}.a.a.a.a.a.a.a]\n" for i in range(43_000))),
         "key 'rules': there is no list of rules",
@@ -217,20 +214,18 @@ def at_once():
 NOT_REGULAR = "this is not a regular file but a device or a pipe"
 
 
-@pytest.mark.parametrize("name", ["x", "x.json.gz", "x.safetensors", "x.toml", "x.safetensors.index.json"])
-def test_a_fifo_is_not_waited_for(tmp_path, at_once, name):
-    os.mkfifo(tmp_path / name)
+@pytest.mark.parametrize(
+    "name",
+    ["x", "x.json.gz", "x.safetensors", "x.toml", "x.safetensors.index.json", "link", "loop", "/dev/zero", "/dev/null", "/dev/tty", "/dev/random"],
+)  # fmt: skip
+def test_what_is_no_file_is_not_waited_for(tmp_path, at_once, name):
+    path = tmp_path / name  # which a whole path is in place of
+    if name in ("link", "loop"):
+        path.symlink_to("x" if name == "link" else "loop")
+    if not name.startswith("/") and name != "loop":
+        os.mkfifo(path.resolve())
     for read in (read_arrays, read_rule_source):
-        assert NOT_REGULAR in at_once(read, tmp_path / name)
-    (tmp_path / "link").symlink_to(name)
-    assert NOT_REGULAR in at_once(read_rule_source, tmp_path / "link")
-
-
-@pytest.mark.parametrize("name", ["/dev/zero", "/dev/null", "/dev/tty", "/dev/random"])
-def test_a_device_is_not_read(at_once, name):
-    for read in (read_arrays, read_rule_source):
-        said = at_once(read, name)
-        assert NOT_REGULAR in said or "No such device or address" in said
+        assert re.search(f"{NOT_REGULAR}|No such device or address|Too many levels of symbolic", at_once(read, path))
 
 
 MANIFEST = b'{"params": [["w", [8, 8], "BF16"]]}'
@@ -302,9 +297,3 @@ def test_an_empty_path_is_not_the_current_directory(tmp_path, monkeypatch):
     for words in (("plan", "", "-r", ""), ("check", "m.json", "-r", "")):
         done = invoke(*words, "-m", "tp=1")
         assert (done.exit_code, "the path is empty" in done.output) == (2, True)
-
-
-def test_a_loop_of_links(tmp_path):
-    (tmp_path / "x.json").symlink_to("x.json")
-    for read in (read_arrays, read_rule_source):
-        assert "Too many levels of symbolic links" in message(read, tmp_path / "x.json")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -79,16 +77,6 @@ def test_nothing_is_executed(tmp_path, monkeypatch):
         assert "only the command line imports package.module:name" in message(read, "user_code:f")
     (tmp_path / "user_code:f").write_text('{"params": []}')
     assert sr.read_model("user_code:f") == {}
-
-
-def test_files_are_imported_on_first_use():
-    code = (
-        "import sys, types, shardrules as sr; assert 'shardrules._plan.files' not in sys.modules;"
-        "assert 'read_rules' in dir(sr); sr.plan({'a': types.SimpleNamespace(shape=(2,), dtype='int8')}, [], {'dp': 2});"
-        "assert 'shardrules._plan.files' not in sys.modules; sr.read_model, sr.types.RuleFile;"
-        "assert 'jax' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ})
 
 
 # Stores, directories and other formats
