@@ -193,9 +193,8 @@ def test_a_job_is_named_and_takes_all_options(project):
     assert invoke("check", "--job", "dead", "-r", "rules.toml").exit_code == 0
 
 
-def test_a_job_is_mended_as_its_hint_says(project):
+def test_a_job_is_mended(project):
     (project / "rules.toml").write_text('[[rules]]\npattern = "wq"\nspec = ["tp"]\n')
-    assert "--fix prints the missing rules\n" in invoke("check").stdout
     done = invoke("check", "--fix")
     assert done.exit_code == 1
     assert done.stdout.startswith("clean:\n# rules.toml: 1 rule to paste at the end of the list:\n")

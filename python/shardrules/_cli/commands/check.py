@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from shardrules._cli import options
 from shardrules._cli.options import option
@@ -12,9 +12,6 @@ from shardrules._cli.project import command
 if TYPE_CHECKING:
     from shardrules._plan.findings import Finding
     from shardrules._plan.plan import Plan
-
-_ADDED: Final = frozenset({"unmatched", "catch-all"})
-"""Kinds of findings that --fix writes rules for."""
 
 
 @command("model.json -r rules.toml -m fsdp=8,tp=4 --fail-on warning", has_jobs=True)
@@ -78,11 +75,7 @@ def check(
             return 0 if fail_on == "never" else 1
         process.hint(f"no rule is to be added; check without --fix: {findings.summary}")
         return process.exit_code(findings, fail_on)
-    code = process.show_findings(findings, format, fail_on, file, lines)
-    kinds = {finding.kind for finding in findings if finding.level != "info"}
-    if not rule_file.companions and kinds & _ADDED:
-        process.print_hint(format, "--fix prints the missing rules")
-    return code
+    return process.show_findings(findings, format, fail_on, file, lines)
 
 
 def _over(plan: Plan, bounds: tuple[Any, ...], **counted: Any) -> Iterator[Finding]:

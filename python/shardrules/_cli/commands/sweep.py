@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from shardrules._cli import options
 from shardrules._cli.options import option
 from shardrules._cli.project import command
-
-if TYPE_CHECKING:
-    from shardrules._plan.answers import Table
-    from shardrules._program.verify.sweep import StepSweep
 
 _MOST_ROWS: Final = 20
 
@@ -46,7 +41,6 @@ def sweep(
     """
     from shardrules._cli import planning, process
     from shardrules._plan.files.modules import find_object
-    from shardrules._plan.sweep import sweep_table
     from shardrules._program.topologies.topology import Topology
     from shardrules._program.verify.sweep import swept
 
@@ -70,7 +64,11 @@ def sweep(
                 find_object(model), mesh[0] if mesh else where, axes or None, tries,
                 hbm=hbm, show=show,
             )  # fmt: skip
-        return _print_programs(programs, format)
+        _print_rows(programs, format, "program")
+        if not programs.is_whole:
+            raise KeyboardInterrupt
+        has_one = any(row.fits or (row.fits is None and row.peak) for row in programs)
+        return 0 if has_one else 1
     first = mesh[0] if mesh else dict.fromkeys(axes or (), 1)
     plan = planning.plan_model(model, rules, dialect, first).plan
     with process.working("trying meshes"):
@@ -78,28 +76,15 @@ def sweep(
             mesh or None, devices=where, axes=axes or None, gradients=gradients,
             optimizer=optimizer, hbm=hbm,
         )  # fmt: skip
-    _print_rows(rows, format, sweep_table, "mesh")
+    _print_rows(rows, format, "mesh")
     return 0
 
 
-def _print_programs(rows: StepSweep, format: str) -> int:
-    """Print what the compiler makes of each program, and return the exit code."""
-    from shardrules._program.verify.sweep import step_sweep_table
-
-    _print_rows(rows, format, step_sweep_table, "program")
-    if not rows.is_whole:
-        raise KeyboardInterrupt
-    return 1 if not any(row.fits or (row.fits is None and row.peak) for row in rows) else 0
-
-
-def _print_rows(rows: Any, format: str, table_of: Callable[[Any], Table], what: str) -> None:
+def _print_rows(rows: Any, format: str, what: str) -> None:
     """Print the rows; as text the first, and how many more there are."""
-    from shardrules._base.text import and_more, printable
+    from shardrules._base.text import and_more
 
     if format == "json":
         print(rows.to_json())
-        return
-    if rows.heading:
-        print(printable(rows.heading))
-    below = (*and_more(len(rows), _MOST_ROWS, what), *rows.notes)
-    print(*table_of(rows[:_MOST_ROWS]).lines(), *map(printable, below), sep="\n")
+    else:
+        print(rows[:_MOST_ROWS], *and_more(len(rows), _MOST_ROWS, what), sep="\n")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -189,7 +189,18 @@ class Suggestion:
             spec = ["fsdp", "tp"]
             <BLANKLINE>
         """
-        return _toml_text(self.rules, self.declared, self._heading, self._notes)
+        dialect = self.rules.dialect
+        if DIALECTS.get(dialect.name.lower()) != dialect:
+            raise ValueError(
+                f"to_toml: the dialect {dialect.name} is one of your own, which a rule file cannot "
+                "name; use to_python"
+            )
+        declared = [(name, values) for name, values in self.declared.items() if values]
+        lines = [f"# {self._heading}", f"dialect = {_toml(dialect.name)}"]
+        lines += [f"{name} = {_toml_value(values)}" for name, values in declared]
+        for rule, note in zip(self.rules, self._notes, strict=True):
+            lines += ["", *_toml_rule(*rule, note)]
+        return "\n".join([*lines, *([] if len(self.rules) else ["rules = []"]), ""])
 
     def to_python(self) -> str:
         """Write the rules as Python code.
@@ -208,7 +219,11 @@ class Suggestion:
             ]
             <BLANKLINE>
         """
-        return _python_text(self.rules, self._heading, self._notes)
+        lines = [f"# {self._heading}", "import shardrules as sr"]
+        lines += ["from jax.sharding import PartitionSpec as P", "", "rules = ["]
+        for rule, note in zip(self.rules, self._notes, strict=True):
+            lines += [f"    # {note}", f"    {_python_rule(*rule)},"]
+        return "\n".join([*lines, "]", ""])
 
     @property
     def _heading(self) -> str:
@@ -235,23 +250,6 @@ class Suggestion:
         return "\n".join([self._heading, *map(str, self.reasons), *map(str, self.warnings)])
 
 
-def _toml_text(rules: Rules, declared: Declared, heading: str, notes: Sequence[str]) -> str:
-    """Write a rule file, as `Suggestion.to_toml` documents."""
-    dialect = rules.dialect
-    if DIALECTS.get(dialect.name.lower()) != dialect:
-        raise ValueError(
-            f"to_toml: the dialect {dialect.name} is one of your own, which a rule file cannot "
-            "name; use to_python"
-        )
-    lines = [f"# {heading}", f"dialect = {_toml(dialect.name)}"]
-    lines += [f"{name} = {_toml_value(values)}" for name, values in declared.items() if values]
-    if not len(rules):
-        lines.append("rules = []")
-    for (pattern, value), note in zip(rules, notes, strict=True):
-        lines += ["", *_toml_rule(pattern, value, note)]
-    return "\n".join(lines) + "\n"
-
-
 def _toml_rule(pattern: Pattern, value: Any, note: str) -> list[str]:
     """Write the lines of a rule, with a note above it."""
     data = rule_data(pattern, value)
@@ -273,15 +271,6 @@ def _toml(text: str) -> str:
         escaped = text.replace("\\", r"\\").replace('"', r"\"")
         return f'"{printable(escaped)}"'
     return f"'{text}'"
-
-
-def _python_text(rules: Rules, heading: str, notes: Sequence[str]) -> str:
-    """Write Python code, as `Suggestion.to_python` documents."""
-    lines = [f"# {heading}", "import shardrules as sr"]
-    lines += ["from jax.sharding import PartitionSpec as P", "", "rules = ["]
-    for rule, note in zip(rules, notes, strict=True):
-        lines += [f"    # {note}", f"    {_python_rule(*rule)},"]
-    return "\n".join([*lines, "]"]) + "\n"
 
 
 def _python_rule(pattern: Pattern, value: Any) -> str:
