@@ -1,17 +1,24 @@
-"""`Rules` as a value: immutable, hashable, picklable, usable from many threads at once."""
+"""`Rules` as a value; which of them are dead or shadowed, checked against `re`; and axes made of several."""
 
 import copy
 import pickle
 import re
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._rules.rules import matcher_of
 from shardrules.compat.flax_core_spmd import get_logical_axis_rules
+from tests.support import corpus
+from tests.support.slow import MODELS
+from tests.support.work import counters
 
 PAIRS = [("wq/kernel", P("fsdp", "tp")), (re.compile("BIAS", re.I), P()), (r"(?=x)x", None)]
 
@@ -118,3 +125,169 @@ def test_threads_share_rules():
     with ThreadPoolExecutor(8) as pool:
         for t, results in enumerate(pool.map(work, range(8))):
             assert results == [expected[t]] * 50
+
+
+def coverage_by_re(patterns, paths):
+    """The same by the obvious loops."""
+    hits = [[i for i, p in enumerate(patterns) if re.search(p, path)] for path in paths]
+    matched = Counter(i for found in hits for i in found)
+    won = Counter(found[0] for found in hits if found)
+    lost = Counter((i, found[0]) for found in hits for i in found[1:])
+    return matched, won, lost, sum(not found for found in hits)
+
+
+def assert_same_coverage(coverage, patterns, paths):
+    matched, won, lost, unmatched = coverage_by_re(patterns, paths)
+    rules = range(len(patterns))
+    assert coverage.matched == tuple(matched[i] for i in rules)
+    assert coverage.won == tuple(won[i] for i in rules)
+    assert coverage.unmatched == unmatched
+    pairs = {(i, j): n for i, by in coverage.lost.items() for j, n in by.items()}
+    assert pairs == dict(lost)
+
+
+@pytest.mark.parametrize("rule_set", corpus.regex_rule_sets()[::7])
+@pytest.mark.parametrize("model", MODELS[::6])
+def test_real_rules_on_real_models(model, rule_set):
+    rules = corpus.rules(rule_set)
+    manifest = corpus.manifest(model)
+    tree = manifest.flat(corpus.abstract)
+    paths = [path for path, leaf in tree.items() if leaf.shape]
+    patterns = [pattern for pattern, _ in rules]
+    assert_same_coverage(sr.Rules(rules).coverage(tree), patterns, paths)
+    assert_same_coverage(matcher_of(sr.Rules(rules)).coverage_of_paths(paths), patterns, paths)
+
+
+def test_paths_beside_each_other():
+    patterns = ["wq/kernel", "(?=x)lookahead|é", "k.rnel$", "", "\ud800"]
+    paths = ["", *["wq/kernel"] * 2, "é/kernel", "wq/kérnel", "\ud800/kernel", "wq/\U0001f600"]
+    matcher = matcher_of(sr.Rules([(pattern, P()) for pattern in patterns]))
+    assert_same_coverage(matcher.coverage_of_paths(paths), patterns, paths)
+
+
+def test_dead_and_shadowed():
+    patterns = ["wq/kernel", "kernel", "wk/kernel", r"(?=x)lookahead", "lora", "norm", ".*", ""]
+    tree = {"layers": [{"wq": {"kernel": 0}, "wk": {"kernel": 0}, "norm": 0}] * 3, "odd": {"xlookahead": 0}}
+    rules = sr.Rules([(p, None) for p in patterns])
+    coverage = rules.coverage(tree, strict=False)
+    paths = [f"layers/{i}/{name}" for i in range(3) for name in ("norm", "wk/kernel", "wq/kernel")]
+    paths.append("odd/xlookahead")
+    assert_same_coverage(coverage, patterns, paths)
+    assert coverage.dead == (3, 4)
+    assert coverage.shadowed == {2: (1,), 7: (0, 1, 5, 6)}
+    assert coverage.unmatched == 0
+    with_fallback = sr.Rules([("x(?=look)", None), (".*", None)]).coverage(tree, strict=False)
+    assert with_fallback.won == (1, 9)
+
+
+def test_leaves_that_need_no_rule_are_not_counted():
+    tree = {"a": np.zeros(3), "b": np.float32(1), "c": "text"}
+    rules = sr.Rules([("a|b", P())])
+    assert rules.coverage(tree).matched == (1,)
+    assert rules.coverage(tree).unmatched == 0
+    assert rules.coverage(tree, strict=False).unmatched == 1
+    assert sr.Rules([]).coverage(tree) == sr.types.Coverage((), (), 1, {})
+
+
+def test_all_matches_learns_like_first_match():
+    rules = sr.Rules([(r"layers/\d+/.*kernel", None), ("wq", None), (".*", None)])
+    for _ in range(40):
+        assert rules.all_matches("layers/3/wq/kernel") == [0, 1, 2]
+    learnt = counters(rules)
+    assert rules.all_matches("layers/3/wq/kernel") == [0, 1, 2]
+    assert counters(rules) == learnt
+
+
+PREFIX = sr.Correction(indivisible="prefix")
+PARTS = {"tp": ("kv", "rep")}
+
+
+def array(*shape):
+    return jax.ShapeDtypeStruct(shape, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("tp", (("kv", "rep"),)),
+        ((None, ("fsdp", "tp")), (None, ("fsdp", "kv", "rep"))),
+        (P(None, ("fsdp", "tp")), P(None, ("fsdp", "kv", "rep"))),
+        (P("fsdp", P.UNCONSTRAINED), P("fsdp", P.UNCONSTRAINED)),
+        (P("fsdp", reduced={"tp"}), P("fsdp", reduced={"kv", "rep"})),
+        (None, None),
+        (sr.fsdp("tp", within=(None, "tp2")), sr.fsdp(("kv", "rep"), within=(None, "tp2"))),
+        (
+            sr.RuleSpec("tp", PREFIX, units=(2,), memory_kind="pinned_host", optional_axes=["tp"]),
+            sr.RuleSpec((("kv", "rep"),), PREFIX, units=(2,), memory_kind="pinned_host", optional_axes=["kv", "rep"]),
+        ),
+        (frozenset({"tp"}), frozenset({"tp"})),  # an object of the user's own
+    ],
+)  # fmt: skip
+def test_each_spec(spec, expected):
+    rules = sr.Rules([("w", spec), ("v", "tp")], min_size=8, memory_budget=0)
+    assert rules.with_axes(PARTS) == sr.Rules([("w", expected), ("v", (("kv", "rep"),))], min_size=8)
+
+
+def test_logical_rules():
+    rules = sr.LogicalRules(
+        [("kv_heads", "tp"), ("mlp", ("fsdp", "tp")), ("embed", "fsdp"), ("norm", None), ("x", P.UNCONSTRAINED)],
+        sr.dialects.MAXTEXT,
+    )  # fmt: skip
+    split = rules.with_axes(PARTS)
+    assert split.dialect == rules.dialect
+    assert tuple(split) == (
+        ("kv_heads", ("kv", "rep")),
+        ("mlp", ("fsdp", "kv", "rep")),
+        ("embed", "fsdp"),
+        ("norm", None),
+        ("x", P.UNCONSTRAINED),
+    )
+
+
+@pytest.mark.parametrize("tp", [8, 16, 64])
+@pytest.mark.parametrize(
+    ("model", "projections", "spec", "units"),
+    [
+        # Heads have a dimension of their own, or share one with what a head holds.
+        ("maxtext-llama3.1-405b-scanned", "(query|key|value)/kernel", (None, None, "tp"), ()),
+        ("easydel-mixtral-8x22b", "[qkv]_proj/kernel", (None, "tp"), (None, 128)),
+        ("llama-3.1-405b", r"[qkv]_proj\.weight", ("tp",), (128,)),
+    ],
+)
+def test_real_models_with_eight_kv_heads(model, projections, spec, units, tp):
+    """Neighbours share a head, and each other array is cut as before."""
+    tree = corpus.manifest(model).flat(corpus.abstract)
+    others = [("embed|mlp", (None, "tp")), (".*", ())]
+    rules = sr.Rules([(projections, sr.RuleSpec(spec, PREFIX, units)), *others])
+    mesh = {"fsdp": 2, "kv": 8, "rep": tp // 8}
+    found = sr.plan(tree, rules.with_axes(PARTS), mesh)
+    before = sr.plan(tree, others, {"fsdp": 2, "tp": tp})
+    dim, kv = len(spec) - 1, 0
+    for path, leaf in tree.items():
+        if re.search(projections, path):
+            heads = leaf.shape[dim] // (units[-1] if units else 1)
+            kv += heads == 8
+            cut = tp if heads % tp == 0 else 8
+            assert found.kind(path).device_bytes * cut == found.kind(path).bytes
+            assert found.kind(path).spec[dim] == (("kv", "rep") if cut == tp else "kv")
+        else:
+            assert found.kind(path).device_bytes == before.kind(path).device_bytes
+    assert kv > 0
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_four_kv_heads_on_eight_devices_in_a_step(kind):
+    """One mesh for all arrays, whose axes the step names too."""
+    mesh = jax.make_mesh((4, 2), ("kv", "rep"), axis_types=(kind,) * 2)
+    rules = sr.Rules([("w", (None, "tp"))]).with_axes(PARTS)
+    values = {"wq": np.arange(64.0).reshape(4, 16), "wk": np.arange(16.0).reshape(4, 4)}
+    arrays = sr.shard(values, sr.Rules(rules, correction=PREFIX), mesh)
+    assert arrays["wk"].sharding.spec == P(None, "kv")
+    assert {s.device: s.index for s in arrays["wk"].addressable_shards} == {
+        device: (slice(None), slice(i // 2, i // 2 + 1)) for i, device in enumerate(mesh.devices.flat)
+    }  # fmt: skip
+    with jax.set_mesh(mesh):
+        found = jax.jit(lambda p: jax.tree.map(lambda w: w * 2, p))(arrays)
+    for name, value in values.items():
+        assert found[name].sharding.is_equivalent_to(arrays[name].sharding, 2)
+        np.testing.assert_array_equal(found[name], value * 2)
