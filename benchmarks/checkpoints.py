@@ -1,7 +1,8 @@
 """`python -m benchmarks.checkpoints [CASE ...]`: load, reshard and save beside the plain way.
 
 Each case has a process of its own, and files in the page cache. Both results are compared first,
-then the calls alternate; a ratio is the median of the rounds' ratios, in seconds of processors.
+then the calls alternate, short ones several times a round; a ratio is the median of the rounds'
+ratios, in seconds of processors.
 """
 
 from __future__ import annotations
@@ -47,9 +48,11 @@ class Case(NamedTuple):
     """Two ways to the same arrays."""
 
     what: str
+    bar: float
     ours: Callable[[], Any]
     plain: Callable[[], Any] | None
-    bar: float
+    calls: int = 1
+    """In a round: of what takes less than a tenth of a second, more would be noise."""
 
 
 def rows(*names: str) -> Iterator[Row]:
@@ -75,9 +78,10 @@ def rows(*names: str) -> Iterator[Row]:
             yield Row(*entry)
 
 
-def mesh_of(*axes: str) -> Mesh:
-    """Return a mesh of all devices, the second axis of two."""
-    return Mesh(np.array(jax.devices()).reshape(-1, 2), axes or ("fsdp", "tp"))
+def placed(spec: P, *axes: str) -> NamedSharding:
+    """Return the sharding on a mesh of all devices, the second axis of two."""
+    devices = np.array(jax.devices()).reshape(-1, 2)
+    return NamedSharding(Mesh(devices, axes or ("fsdp", "tp")), spec)
 
 
 def random(shape: tuple[int, ...], dtype: Any = "float32") -> Any:
@@ -87,45 +91,45 @@ def random(shape: tuple[int, ...], dtype: Any = "float32") -> Any:
 
 def write(folder: str, arrays: dict[str, Any], files: int) -> None:
     """Write the arrays into some files of about equal counts."""
-    names = list(arrays)
-    count = -(-len(names) // files)
     for i in range(files):
-        part = {name: arrays[name] for name in names[i * count : (i + 1) * count]}
+        part = {name: arrays[name] for name in [*arrays][i::files]}
         safetensors.numpy.save_file(part, Path(folder) / f"part{i}.safetensors")
 
 
-LOADED: Final[dict[str, tuple[str, Callable[[int], Any], int, P, float]]] = {
-    "small": ("20,000 float32 arrays of 4 kB", lambda _: random((32, 32)), 20_000, BOTH, 1.1),
+def read(folder: str | Path) -> dict[str, Any]:
+    """Return the arrays of all files."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    return {k: v for file in files for k, v in safetensors.numpy.load_file(file).items()}
+
+
+LOADED: Final[dict[str, tuple[str, float, int, int, P, Callable[[int], Any]]]] = {
+    "small": ("20,000 float32 arrays of 4 kB", 1.1, 1, 20_000, BOTH, lambda _: random((32, 32))),
     "forms": (
-        "20,000 float32 arrays of 200 shapes, 28 kB each",
-        lambda i: random((8 + i % 200, 64)), 20_000, P(None, "tp"), 1.1,
+        "20,000 float32 arrays of 200 shapes, 28 kB each", 1.1, 1, 20_000, P(None, "tp"),
+        lambda i: random((8 + i % 200, 64)),
     ),
-    "again": ("a later load of 0.27 GB", lambda _: random((2048, 1024)), 32, BOTH, 1.0),
+    "again": ("a later load of 0.27 GB", 1.0, 8, 32, BOTH, lambda _: random((2048, 1024))),
     "turned": (
-        "0.27 GB of bfloat16, all transposed",
-        lambda _: random((2048, 2048), ml_dtypes.bfloat16), 32, BOTH, 1.0,
+        "0.27 GB of bfloat16, all transposed", 1.0, 8, 32, BOTH,
+        lambda _: random((2048, 2048), ml_dtypes.bfloat16),
     ),
 }  # fmt: skip
 
 
 def loaded(name: str, folder: str) -> Case:
     """Return a case of arrays that all have a spec."""
-    what, array, count, spec, bar = LOADED[name]
+    what, bar, calls, count, spec, array = LOADED[name]
     is_turned = name == "turned"
     write(folder, {f"layers.{i}.w": array(i) for i in range(count)}, 4)
-    mesh = mesh_of()
+    sharding = placed(spec)
 
     def plain() -> Any:
-        found = {}
-        for file in sorted(Path(folder).glob("*.safetensors")):
-            found |= safetensors.numpy.load_file(file)
-        if is_turned:
-            found = {name: array.T for name, array in found.items()}
-        sharding = NamedSharding(mesh, spec)
-        return jax.block_until_ready(jax.device_put(found, dict.fromkeys(found, sharding)))
+        arrays = {name: array.T if is_turned else array for name, array in read(folder).items()}
+        return jax.block_until_ready(jax.device_put(arrays, dict.fromkeys(arrays, sharding)))
 
-    ours = partial(sr.load, folder, spec, mesh, renames=[TURN] if is_turned else ())
-    return Case(f"{what} / load_file{', .T' * is_turned} and one device_put", ours, plain, bar)
+    ours = partial(sr.load, folder, sharding, renames=[TURN] if is_turned else ())
+    text = f"{what} / load_file{', .T' * is_turned} and one device_put"
+    return Case(text, bar, ours, plain, calls)
 
 
 def names(folder: str) -> Case:
@@ -137,8 +141,8 @@ def names(folder: str) -> Case:
         arrays |= {name: code, f"{name}_scale_inv": scale}
     write(folder, arrays, 1)
     rules = [("experts", ("fsdp", None, "tp")), ("", ())]
-    ours = partial(sr.load, folder, rules, mesh_of(), renames=[STACK])
-    return Case("89,089 tensors of DeepSeek-V3's names, experts stacked", ours, None, 10.0)
+    ours = partial(sr.load, folder, rules, placed(P()).mesh, renames=[STACK])
+    return Case("89,089 tensors of DeepSeek-V3's names, experts stacked", 10.0, ours, None)
 
 
 def columns(folder: str) -> Case:
@@ -150,7 +154,7 @@ def columns(folder: str) -> Case:
         done.touch()
     while not done.exists():
         time.sleep(0.1)
-    sharding = NamedSharding(mesh_of("tp", "fsdp"), BOTH)
+    sharding = placed(BOTH, "tp", "fsdp")
 
     def plain() -> Any:
         arrays = {}
@@ -165,12 +169,12 @@ def columns(folder: str) -> Case:
         return jax.block_until_ready(arrays)
 
     what = "columns over 2 processes, 0.5 GB / numpy.memmap slices"
-    return Case(what, partial(sr.load, folder, sharding), plain, 1.2)
+    return Case(what, 1.2, partial(sr.load, folder, sharding), plain, 8)
 
 
 def resharded(_: str) -> Case:
     """Return a case of a live tree that goes to other cuts."""
-    here, there = (NamedSharding(mesh_of(), spec) for spec in (BOTH, P("tp", "fsdp")))
+    here, there = placed(BOTH), placed(P("tp", "fsdp"))
     values = jax.block_until_ready(jax.device_put(list(random((32, 2048, 1024))), here))
     tree = {f"w{i}": value for i, value in enumerate(values)}
 
@@ -180,24 +184,21 @@ def resharded(_: str) -> Case:
     plain()  # the first of either way leaves the whole values with the arrays, which are JAX's own
     ours = partial(sr.reshard, tree, there)
     what = "0.27 GB to other cuts / device_put"
-    return Case(what, lambda: jax.block_until_ready(ours()), plain, 1.0)
+    return Case(what, 1.0, lambda: jax.block_until_ready(ours()), plain, 16)
 
 
 def written(folder: str) -> Case:
     """Return a case of saved arrays, on the disk before a call returns, in both ways."""
-    values = jax.device_put(list(random((32, 512, 1024))), NamedSharding(mesh_of(), BOTH))
+    values = jax.device_put(list(random((32, 512, 1024))), placed(BOTH))
     target = Path(folder) / "saved"
 
     def copied() -> Any:  # an array keeps what numpy has of it
         shutil.rmtree(target, ignore_errors=True)
         return {f"w{i}": jax.block_until_ready(jnp.copy(value)) for i, value in enumerate(values)}
 
-    def read() -> Any:
-        return {k: v for f in target.glob("*rs") for k, v in safetensors.numpy.load_file(f).items()}
-
     def ours() -> Any:
         sr.save(copied(), target, shard_bytes=1 << 25)
-        return read
+        return partial(read, target)
 
     def plain() -> Any:
         arrays = list(copied().items())
@@ -207,9 +208,9 @@ def written(folder: str) -> Case:
             safetensors.numpy.save_file(part, target / f"{i}.safetensors")
             with open(target / f"{i}.safetensors", "rb") as file:
                 os.fsync(file.fileno())
-        return read
+        return partial(read, target)
 
-    return Case("67 MB saved / safetensors.save_file and fsync", ours, plain, 1.0)
+    return Case("67 MB saved / safetensors.save_file and fsync", 1.0, ours, plain, 4)
 
 
 CASES: Final[dict[str, Callable[[str], Case]]] = {
@@ -221,8 +222,7 @@ CASES: Final[dict[str, Callable[[str], Case]]] = {
 def _memory() -> int:
     """Count the bytes of this process that are not a file's."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    kinds = ("RssAnon", "RssShmem")
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(kinds))
+    return 1024 * sum(int(x.split()[1]) for x in lines if x.startswith(("RssAnon", "RssShmem")))
 
 
 def _peak(call: Callable[[], Any]) -> tuple[Any, int]:
@@ -249,13 +249,18 @@ def _parts(arrays: Any) -> list[Any]:
     return [np.asarray(shard.data) for own in shards for shard in own] or in_order
 
 
+def _seconds(call: Callable[[], Any], calls: int) -> float:
+    used = time.process_time()
+    for _ in range(calls):
+        call()
+    return (time.process_time() - used) / calls
+
+
 def _measured(name: str, folder: str) -> Iterator[Row]:
-    what, ours, plain, bar = CASES[name](folder)
+    what, bar, ours, plain, calls = CASES[name](folder)
     result, peak = _peak(ours)
     if plain is None:  # there is no plain way
-        used = time.process_time()
-        ours()
-        yield Row(f"{what}: processors", time.process_time() - used, "s", bar)
+        yield Row(f"{what}: processors", _seconds(ours, calls), "s", bar)
         return
     expected, plain_peak = _peak(plain)
     size = 0
@@ -264,16 +269,9 @@ def _measured(name: str, folder: str) -> Iterator[Row]:
             raise AssertionError(f"{name}: the arrays differ")
         size += a.nbytes
     del result, expected
-    taken: tuple[list[float], list[float]] = ([], [])
-    for _ in range(ROUNDS):
-        for call, column in zip((ours, plain), taken, strict=True):
-            used = time.process_time()
-            made = call()
-            column.append(time.process_time() - used)
-            del made
-    ratio = median(a / b for a, b in zip(*taken, strict=True))
-    note = "{:.2f} / {:.2f} s of processors".format(*map(median, taken))
-    yield Row(f"{what}: processors", ratio, "x", bar, note)
+    taken = [(_seconds(ours, calls), _seconds(plain, calls)) for _ in range(ROUNDS)]
+    note = "{:.3f} / {:.3f} s of processors".format(*map(median, zip(*taken, strict=True)))
+    yield Row(f"{what}: processors", median(a / b for a, b in taken), "x", bar, note)
     if name != "written":
         peak_bar = 2.5 if name in ("small", "forms") else 1.05
         note = f"{plain_peak / size:.2f} x the plain way"

@@ -446,7 +446,7 @@ class _Filling:
     def __init__(self, jobs: Sequence[Job], reader: Reader, done: Callable[[], None]) -> None:
         self.pool = ThreadPoolExecutor(_THREADS, "shardrules-load")
         self._jobs, self._reader, self._done = jobs, reader, done
-        # By device; of None an array that JAX cuts itself.
+        # By device; of None the whole array.
         self._parts: list[dict[Any, Any]] = [{} for _ in jobs]
         self._reading: deque[_Reading] = deque()
         self._sent: deque[tuple[int, Any]] = deque()
@@ -490,16 +490,30 @@ class _Filling:
         """Put what was read onto devices."""
         for read in reads:
             read.result()
-        rows, values, places = [], [], []
+        boxes: dict[int, list[tuple[Box, npt.NDArray[Any]]]] = defaultdict(list)
         for index, box, make in unit.rows:
-            for device, place, part in _placed(self._jobs[index], box, make(memory)):
-                rows.append((index, device))
-                values.append(part)
-                places.append(place)
-        arrays = jax.device_put(values, places)
-        for (index, device), array in zip(rows, arrays, strict=True):
+            boxes[index].append((box, make(memory)))
+        rows: list[tuple[int, Any, Any, Any]] = []
+        arrays = []
+        for index, filled in boxes.items():
+            job, (outer, values) = self._jobs[index], filled[0]
+            if job.sharding.is_fully_addressable and box_shape(outer) == job.target.shape:
+                rows.append((index, None, job.sharding, values))
+                continue
+            parts = dict(_parts_in(job, filled))
+            if len(parts) == len(job.local_boxes):
+                arrays.append(_made_at_once(job, parts))
+                self._parts[index] = {None: arrays[-1]}
+                continue
+            kind = job.sharding.memory_kind
+            for box, values in parts.items():
+                for device in job.local_boxes[box]:
+                    place = SingleDeviceSharding(device, memory_kind=kind)
+                    rows.append((index, device, place, values))
+        put = jax.device_put([row[3] for row in rows], [row[2] for row in rows])
+        for (index, device, *_), array in zip(rows, put, strict=True):
             self._parts[index][device] = array
-        self._sent.append((unit.needs, arrays))
+        self._sent.append((unit.needs, [*arrays, *put]))
 
     def assembled(self) -> Iterator[Any]:
         """Yield the arrays; of some no device is here."""
@@ -513,19 +527,22 @@ class _Filling:
             )
 
 
-def _placed(
-    job: Job, outer: Box, values: npt.NDArray[Any]
-) -> Iterator[tuple[Any, Any, npt.NDArray[Any]]]:
-    """Yield (device, sharding, values) of each part in this box; (None, ...) of a whole array."""
-    if job.sharding.is_fully_addressable and box_shape(outer) == job.target.shape:
-        yield None, job.sharding, values
-        return
-    kind = job.sharding.memory_kind
-    for box, devices in job.local_boxes.items():
-        if all(a <= low and high <= b for (low, high), (a, b) in zip(box, outer, strict=True)):
-            for device in devices:
-                place = SingleDeviceSharding(device, memory_kind=kind)
-                yield device, place, values[slices_in(box, outer)]
+def _parts_in(
+    job: Job, filled: Iterable[tuple[Box, npt.NDArray[Any]]]
+) -> Iterator[tuple[Box, npt.NDArray[Any]]]:
+    """Yield (box, values) of each box of devices that lies in one of these."""
+    for outer, values in filled:
+        for box in job.local_boxes:
+            if all(a <= low and high <= b for (low, high), (a, b) in zip(box, outer, strict=True)):
+                yield box, values[slices_in(box, outer)]
+
+
+def _made_at_once(job: Job, parts: Mapping[Box, npt.NDArray[Any]]) -> Any:
+    """Make an array whose parts are all there: in half the time of one of arrays on devices."""
+    shape = job.target.shape
+    return jax.make_array_from_callback(
+        shape, job.sharding, lambda index: parts[box_of(index or (), shape)]
+    )
 
 
 def in_batches(items: Iterable[_T], most: int, bytes_of: Callable[[_T], int]) -> Iterator[list[_T]]:
