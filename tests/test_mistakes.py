@@ -249,7 +249,7 @@ OF_FILES = {
     "a manifest of nothing": (lambda: sr.write_manifest({}, CHECKPOINT / "model.json"), "no arrays", "that of a model"),
     "a manifest of a function": (lambda: sr.write_manifest(train, CHECKPOINT / "model.json"), "<function train", "jax.eval_shape(function, *arguments)"),
     "a part of no array": (lambda: saved(only="wz"), "wz: only finds no such path", "correct the pattern"),
-    "pairs of what is missing": (lambda: saved(tree={"wq": SHAPE((4, 4), "float32")}, missing={"new": "zeros"}), "new is 'zeros'", "a tree of numbers, arrays"),
+    "pairs of what is missing": (lambda: saved(tree={"wq": SHAPE((4, 4), "float32")}, missing={"new": "zeros"}), "new is 'zeros'", "a tree of numbers and arrays"),
     "a renamed pair to save": (lambda: sr.save(ARRAYS, CHECKPOINT / "r", renames=[("a", "b")]), "renames[0] is ('a', 'b')", "must be a Rename"),
     "resharded onto sizes": (lambda: sr.reshard({"w": jnp.ones((4, 4))}, OTHER), "AbstractMesh('tp': 2", "('tp',))"),
     "an unknown device": (lambda: sr.Hardware.named("v5"), "'v5'", "did you mean 'v5e'"),

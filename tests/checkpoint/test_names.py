@@ -76,7 +76,7 @@ def test_names_of_any_length_take_no_time():
 
 
 WRONG = {
-    "a field of the path alone": (lambda: sr.Rename("h.{i}.w", "x/{layer}"), "{layer} is in path 'x/{layer}' alone; write it on the other"),
+    "a field of the path alone": (lambda: sr.Rename("h.w", "x/{layer}"), "{layer} is in path 'x/{layer}' alone; write it on the other"),
     "a field of the name alone": (lambda: sr.Rename("h.{i}.w", "x"), "{i} is in name 'h.{i}.w' alone"),
     "a word of two parts": (lambda: sr.Rename("{a:x|x.y}.{b}", "{a}/{b}"), "{a:x|x.y} has a word twice, an empty one, or one with a sep"),
     "a field twice": (lambda: sr.Rename("{a}.{a}", "{a}"), "has {a} twice"),

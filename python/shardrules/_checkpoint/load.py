@@ -39,7 +39,6 @@ from shardrules._place.mesh import MeshLike, check_placeable
 from shardrules._place.named_shardings import only_process, requested_shardings
 from shardrules._place.processes import JointCall, Row, rows_of
 from shardrules._place.spec_trees import leaf_paths
-from shardrules._place.transfers import distinct
 from shardrules._plan.align import check_distinct, match_rows
 from shardrules._plan.files.leaves import ArraySpec
 from shardrules._plan.files.models import Arrays, nested_dicts, read_arrays
@@ -100,9 +99,8 @@ def load(
         only: A regex: load only arrays whose paths in the tree it finds. If there is a `tree`, its
             other leaves stay in the result as they are. Default: all.
         missing: A tree of values for leaves of the tree that the checkpoint lacks, or a part of
-            one: numbers, arrays, and functions of shape and dtype such as `jax.numpy.zeros`. A
-            value stands for all leaves below its path, too. The log lists what is made. Default: a
-            missing leaf is an error.
+            one: numbers, and arrays that each process has whole. A value stands for all leaves
+            below its path, too. The log lists what is made. Default: a missing leaf is an error.
         progress: A function that is called with the bytes read so far and those that this process
             will read. Default: None.
         max_bytes_in_flight: Maximum bytes of the host's memory for what has been read and is not on
@@ -157,20 +155,15 @@ def load(
         is_joint = call.joint
         arrays = _arrays_of(os.fspath(source))
         stored = {name: _as_in_file(leaf) for name, leaf in arrays.leaves.items()}
+        records, problems = forwards(followed), Problems(arrays.name)
         abstract, targets = matched(
-            arrays.leaves,
-            tree,
-            forwards(followed),
-            wanted_dtype,
-            Problems(arrays.name),
-            selection=selection,
+            arrays.leaves, tree, records, wanted_dtype, problems, selection=selection
         )
         leaves, treedef, shardings = requested_shardings(abstract, rules, mesh)
         rows = list(zip(targets, leaves, shardings, strict=True))
-        placed = {id(sharding): path for (path, target), _, sharding in rows if target is not None}
-        for sharding in distinct(shardings):
-            if id(sharding) in placed:
-                checked_sharding(placed[id(sharding)], sharding)
+        placed = {id(to): (path, to) for (path, target), _, to in rows if target is not None}
+        for path, sharding in placed.values():
+            checked_sharding(path, sharding)
         jobs = [
             _job(path, target, leaf, sharding, stored)
             for (path, target), leaf, sharding in rows
@@ -274,10 +267,10 @@ class _Selection:
         paths = [_with_slashes(path) for path in leaf_paths(missing)]
         self._missing = dict(zip(paths, tree_util.tree_leaves(missing), strict=True))
         for path, value in self._missing.items():
-            if not callable(value) and not isinstance(value, _VALUES):
+            if not isinstance(value, _VALUES):
                 raise TypeError(
-                    f"missing: {path or 'it'} is {shown(value)}; give a tree of numbers, arrays, "
-                    "and functions of shape and dtype such as jax.numpy.zeros"
+                    f"missing: {path or 'it'} is {shown(value)}; give a tree of numbers and "
+                    "arrays, such as what an init of yours makes"
                 )
         # Arrays that the tree does not have; and by path the values of leaves that are made.
         self.left_out: list[str] = []
@@ -332,39 +325,21 @@ def _prefixes(path: str) -> Iterator[str]:
 
 def _identity(value: Any) -> str:
     """Return a text that is the same in all processes for equal values."""
-    if callable(value):
-        return str(getattr(value, "__qualname__", type(value).__name__))
     array = np.asarray(value)
     return f"{array.dtype}{list(array.shape)} {hashlib.sha256(array.tobytes()).hexdigest()[:16]}"
 
 
 def _initial(path: str, value: Any, spec: Any, sharding: NamedSharding) -> Any:
     """Make a leaf on its devices."""
-    if callable(value):
-        shape = jax.eval_shape(lambda: jax.numpy.asarray(value(spec.shape, spec.dtype))).shape
-    else:
-        shape = np.shape(value)
-    if shape != spec.shape and (shape or callable(value)):
+    if np.shape(value) not in ((), spec.shape):
         raise ValueError(
-            f"missing: the value of {path}: its shape is {list(shape)}; the tree wants "
+            f"missing: the value of {path}: its shape is {list(np.shape(value))}; the tree wants "
             f"{list(spec.shape)}"
         )
-    if callable(value):
-        return _init_program(value, spec.shape, spec.dtype, sharding)()
     array, loss = cast(np.asarray(value), np.dtype(spec.dtype))
     check_kept(f"missing: the value of {path}", loss)
     array = np.broadcast_to(array, spec.shape)
     return jax.make_array_from_callback(spec.shape, sharding, array.__getitem__)
-
-
-@lru_cache(maxsize=256)
-def _init_program(
-    init: Callable[..., Any], shape: Shape, dtype: Any, sharding: NamedSharding
-) -> Callable[[], Any]:
-    def make() -> Any:
-        return jax.numpy.asarray(init(shape, dtype)).astype(dtype)
-
-    return jax.jit(make, out_shardings=sharding)
 
 
 def matched(

@@ -101,7 +101,6 @@ class Rename:
             if self.dims or self.sizes or self.dtype or self.resize:
                 raise ValueError("dims, sizes, dtype and resize are for records with a path")
             return
-        _check_fields(self, name, template("path", self.path), dims)
         _check_axes(self, name, template("path", self.path), dims)
 
 
@@ -187,13 +186,19 @@ def _field(keyword: str, text: str, token: str) -> Field:
     return Field(match["name"], words, match["many"] is not None)
 
 
-def _check_fields(record: Rename, name: Template, path: Template, dims: Arrangement) -> None:
-    """Check that each field is on both sides, or an axis that stacks or takes apart."""
-    for own, opposite, keyword, axes, example in (
-        (path, name, "path", dims.unstacked, "take apart along it: dims='{} out in -> out in'"),
-        (name, path, "name", dims.stacked, "stack along it: dims='out in -> {} out in'"),
-    ):
-        for piece in own.fields.values():
+def _check_axes(record: Rename, name: Template, path: Template, dims: Arrangement) -> None:
+    """Check that each field and axis is on both sides; or a field and an axis; or has a size."""
+    if record.dims is None and (record.sizes or record.resize):
+        raise ValueError("sizes and resize are for the axes of dims: give dims, too")
+    said = f"dims {record.dims!r}"
+    repeated = {axis for axis in dims.stacked if isinstance(record.sizes.get(axis), int)}
+    for keyword, side, opposite, axes, others, example, fix in (
+        ("name", name, path, dims.stacked, dims.unstacked, "stack along it: dims='a -> {} a'",
+         "to repeat along it, give its size in sizes"),
+        ("path", path, name, dims.unstacked, dims.stacked, "take apart along it: dims='{} a -> a'",
+         "or write it on the right of ->, too"),
+    ):  # fmt: skip
+        for piece in side.fields.values():
             mirror = opposite.fields.get(piece.name)
             if mirror is None and piece.name not in axes:
                 raise ValueError(
@@ -209,26 +214,14 @@ def _check_fields(record: Rename, name: Template, path: Template, dims: Arrangem
                     f"{{{piece.name}}} is not alike in name and path: give as many words, or a * "
                     "on both sides; and dims cannot stack or take apart along it"
                 )
-
-
-def _check_axes(record: Rename, name: Template, path: Template, dims: Arrangement) -> None:
-    """Check that each axis is on both sides, or a field, or has a size."""
-    if record.dims is None and (record.sizes or record.resize):
-        raise ValueError("sizes and resize are for the axes of dims: give dims, too")
-    said = f"dims {record.dims!r}"
-    repeated = {axis for axis in dims.stacked if isinstance(record.sizes.get(axis), int)}
-    for axes, others, keyword, side, fix in (
-        (dims.stacked, dims.unstacked, "name", name, "to repeat along it, give its size in sizes"),
-        (dims.unstacked, dims.stacked, "path", path, "or write it on the right of ->, too"),
-    ):
-        for axis in axes:
-            if axis not in side.fields and axis not in repeated:
-                near = nearest(axis, (*others, *side.fields), SLIP)
-                meant = f"; did you mean {near!r}?" if near else ""
-                raise ValueError(
-                    f"{said} has {axis!r} on one side alone, for which the {keyword} needs a "
-                    f"field {{{axis}}}{meant}; {fix}"
-                )
+        if unmatched := {*axes} - side.fields.keys() - repeated:
+            axis = min(unmatched)
+            near = nearest(axis, (*others, *side.fields), SLIP)
+            meant = f"; did you mean {near!r}?" if near else ""
+            raise ValueError(
+                f"{said} has {axis!r} on one side alone, for which the {keyword} needs a "
+                f"field {{{axis}}}{meant}; {fix}"
+            )
     alone = {*dims.stacked, *dims.unstacked} - (repeated - name.fields.keys())
     for group in (*dims.source, *dims.target):
         if inner := alone.intersection(group[1:]):
