@@ -57,9 +57,9 @@ lint: $(VENV)/installed build/lint
 	$(VENV)/bin/python $(VENV)/bin/run-clang-tidy.py -quiet -hide-progress -p build/lint \
 	  -clang-tidy-binary "$(CURDIR)/$(VENV)/bin/clang-tidy"
 
-# The site, into build/site, from sources alone; warnings are errors.
+# The site, into build/site, from sources alone; warnings are errors, which --quiet would hide from --strict.
 docs: $(DOCS)/dependencies
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 # The C++ tests and the core's Python tests under AddressSanitizer with UndefinedBehaviorSanitizer; the C++ tests,
 # for the DFA cache's sake, under ThreadSanitizer. Left out: tests of whole models, of other libraries, and of

@@ -22,10 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(MKDOCS is None, reason="`make
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     subprocess.run(
-        [MKDOCS, "build", "--quiet", "--strict", "-d", folder],
-        cwd=ROOT,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-        check=True,
+        [MKDOCS, "build", "--strict", "-d", folder], cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, check=True
     )
     return folder
 
