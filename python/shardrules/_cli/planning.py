@@ -44,14 +44,6 @@ def plan_model(
     return Planned(planned, name, file)
 
 
-def is_lock(text: str) -> bool:
-    """Tell whether the file of this name is a lock."""
-    if not os.path.isfile(text):
-        return False
-    with open(text, "rb") as file:
-        return b'"shardrules lock' in file.read(200)
-
-
 def read_tree(source: str, dialect: Any) -> tuple[str, Any, Any]:
     """Read (the model's name, its tree, the logical axis names beside it or None).
 

@@ -14,7 +14,7 @@ from shardrules._cli.project import command
 
 @command("plan.lock model.json -r rules.toml", has_jobs=True)
 @argument("before", metavar="BEFORE", type=FILE, about="A lock, which plan --lock writes.")
-@argument("model", metavar="AFTER", type=FILE, about="A lock, or a model with --rules.")
+@argument("model", metavar="AFTER", type=FILE, about="A lock, FILE.lock, or a model with --rules.")
 @options.rules_of_model()
 @options.dialect
 @options.mesh(help="Mesh of the model. Default: that of the lock.")
@@ -33,7 +33,7 @@ def diff(
     Exits with 1 if there are any, or with --fail-on grown, if the plan needs more memory.
     """
     from shardrules._base.io import FileError
-    from shardrules._cli.planning import is_lock, plan_model
+    from shardrules._cli.planning import plan_model
     from shardrules._plan.plan import Plan
 
     if tolerance and fail_on != "grown":
@@ -41,11 +41,10 @@ def diff(
     if not Path(before).exists():
         raise FileError(f"{before}: no such file; shardrules plan --lock {before} writes it")
     first = Plan.from_lock(Path(before))
-    second = Plan.from_lock(Path(model)) if is_lock(model) else None
+    second = Plan.from_lock(Path(model)) if model.endswith(".lock") else None
     if second is None:
         if not rules:
-            why = "not a lock" if Path(model).exists() else "no such lock"
-            raise FileError(f"{model}: {why}; for a model, give --rules as well")
+            raise FileError(f"{model}: give its --rules; the name of a lock ends with .lock")
         second = plan_model(model, rules, dialect, mesh or first.axis_sizes).plan
     elif rules or dialect or mesh:
         raise ValueError("a lock has its own rules and mesh: leave out --rules and --mesh")
