@@ -106,7 +106,7 @@ def test_the_largest_array(write):
 
 def test_the_form_of_modules(write, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert all(map(is_module_form, ("package.module:function", "train:Config.rules", "m:model")))
+    assert all(map(is_module_form, ("package.module:function", "train:Config.rules", "m:model", "m:Config.rules")))
     paths = (r"C:\models\rules.json", "C:/models/rules.json", "C:rules.json", "model.json")
     assert not any(map(is_module_form, (*paths, "a:b:c", "1a:b", "")))
     write("train:rules", "[]")

@@ -19,15 +19,16 @@ from shardrules._base.text import brief, near_shown
 
 _PACKAGE: Final = Path(__file__).parents[2]
 _FORM: Final = re.compile(r"(?P<module>[^\W\d][\w.]*):(?P<name>[^\W\d][\w.]*)")
+_OF_FILES: Final = re.compile(r"\.(json|toml|ya?ml|gz|safetensors)\Z")
 
 
 def is_module_form(text: str) -> bool:
     """Say whether the text has the form `package.module:name`, and no file has this name.
 
-    A single letter before the colon may be a drive of Windows, if a file's suffix follows.
+    A single letter before the colon may be a drive of Windows, where the name ends as files do.
     """
     form = _FORM.fullmatch(text)
-    if form is None or (len(form["module"]) == 1 and "." in form["name"]):
+    if form is None or (len(form["module"]) == 1 and _OF_FILES.search(text)):
         return False
     return not Path(text).exists()
 
