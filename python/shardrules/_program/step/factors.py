@@ -37,7 +37,7 @@ class Rule:
     """Of the operands."""
     made: list[Shape]
     """Shapes of the results."""
-    counted: Counted = field(default_factory=lambda: _NONE)  # as Python 3.11 refuses what has no hash
+    counted: Counted = field(default_factory=lambda: _NONE)  # Python 3.11 takes no other
     sizes: list[int] = field(default_factory=list)
     """Per factor."""
     operands: tuple[tuple[Factors, ...], ...] = ()
