@@ -119,6 +119,11 @@ def byte_size(name: str, value: Any) -> int:
     return int(value)
 
 
+def hbm_bytes(hbm: float | str | None) -> int | None:
+    """Return bytes of memory; less than a device has is told as what does not fit."""
+    return None if hbm is None else byte_size("hbm", hbm)
+
+
 def memory_bytes(name: str, value: Any) -> int:
     """Return the bytes of a device's memory, of which each has a thousand."""
     count = byte_size(name, value)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._base.arguments import as_tuple, byte_size
+from shardrules._base.arguments import as_tuple
 from shardrules._base.dtypes import given_bits
 from shardrules._base.rule_specs import MemoryKind, is_on_host
 from shardrules._base.specs import Entries
@@ -55,11 +55,6 @@ class DeviceBytes(NamedTuple):
     def _fits(self, hbm: int | None) -> bool | None:
         """Tell whether a device has room for that; None if its memory is not known."""
         return None if hbm is None else self.max <= hbm
-
-
-def hbm_bytes(hbm: float | str | None) -> int | None:
-    """Return bytes of memory; less than a device has is told as what does not fit."""
-    return None if hbm is None else byte_size("hbm", hbm)
 
 
 _MOMENTS: Final = (

@@ -19,6 +19,7 @@ from shardrules._base.arguments import (
     check_file,
     check_items,
     check_type,
+    hbm_bytes,
     integer,
     strings,
 )
@@ -47,7 +48,7 @@ from shardrules._plan.findings import NOTHING, CheckKind, Declared, Findings, Le
 from shardrules._plan.fold import Folded, find
 from shardrules._plan.kinds import DEFAULT_LARGE, Kind, Spec, coverage_of
 from shardrules._plan.leaves import Leaves, axes_said, leaves_by_specs, redecided, survey
-from shardrules._plan.memory import DeviceBytes, Training, hbm_bytes
+from shardrules._plan.memory import DeviceBytes, Training
 from shardrules._plan.resolve import OnMesh, SizedMesh, put_by_rules, sized_mesh
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.matcher import Coverage
