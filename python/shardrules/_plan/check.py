@@ -35,14 +35,7 @@ from shardrules._plan.findings import (
     at_stake,
 )
 from shardrules._plan.fold import Folded
-from shardrules._plan.kinds import (
-    DEFAULT_LARGE,
-    Kind,
-    Loss,
-    axes_named,
-    could_cut,
-    is_replicated,
-)
+from shardrules._plan.kinds import DEFAULT_LARGE, Kind, Loss, axes_named, could_cut, is_replicated
 
 if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
@@ -234,12 +227,7 @@ def misfits(context: CheckContext) -> Iterator[Finding]:
             where = "" if kind.shape is None else f" to the shape {kind.shape}"
             message = f"{who} cannot be applied{where}: {why}"
         yield finding(
-            "misfit",
-            message,
-            fix,
-            folded,
-            rule=kind.rule,
-            bytes=context.device_bytes(folded),
+            "misfit", message, fix, folded, rule=kind.rule, bytes=context.device_bytes(folded)
         )
 
 

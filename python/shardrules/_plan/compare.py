@@ -365,11 +365,7 @@ class Transfer(Answer[TransferRow]):
         return [row for row in self if row.received]
 
     def _json(self) -> dict[str, Any]:
-        return {
-            "mesh": self.mesh,
-            "shared": self.shared,
-            "received": self.received.tolist(),
-        }
+        return {"mesh": self.mesh, "shared": self.shared, "received": self.received.tolist()}
 
     def _row_json(self, row: TransferRow) -> dict[str, Any]:
         specs = {"before": placement_shown(row.before), "after": placement_shown(row.after)}

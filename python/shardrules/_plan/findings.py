@@ -8,14 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self, TypedDict, get_args
 
 from shardrules._base.arguments import as_tuple, check_choice, check_file, integer
-from shardrules._base.text import (
-    and_more,
-    bytes_shown,
-    counted,
-    printable,
-    printable_lines,
-    record,
-)
+from shardrules._base.text import and_more, bytes_shown, counted, printable, printable_lines, record
 from shardrules._plan.answers import Answer, Section
 from shardrules._rules.patterns import parse
 from shardrules._rules.rules import Rules

@@ -273,10 +273,7 @@ def is_replicated(kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
 
 
 def fitted(
-    rule_spec: SpecOnMesh,
-    shape: tuple[int, ...],
-    others: Iterable[Loss] = (),
-    **says: Any,
+    rule_spec: SpecOnMesh, shape: tuple[int, ...], others: Iterable[Loss] = (), **says: Any
 ) -> Fit:
     """Fit a spec to an array; the bytes of its losses are not counted yet.
 

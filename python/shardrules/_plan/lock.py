@@ -159,10 +159,7 @@ def read_lock(data: bytes, name: str) -> tuple[OnMesh, dict[str, int]]:
 
 
 def _put_locked(
-    leaves: Leaves,
-    kinds: list[Kind],
-    axis_sizes: dict[str, int],
-    mesh: SizedMesh,
+    leaves: Leaves, kinds: list[Kind], axis_sizes: dict[str, int], mesh: SizedMesh
 ) -> tuple[Leaves, list[Kind]]:
     if list(axis_sizes.items()) != list(mesh.axis_sizes.items()):
         raise ValueError(f"a locked plan is for the mesh {mesh_shown(axis_sizes)} alone")

@@ -105,23 +105,14 @@ class Plan(Decider):
         _on_mesh: OnMesh,
         _declared: Declared = NOTHING,
     ) -> None:
-        self._leaves, self._mesh, self._on_mesh, self._declared = (
-            _leaves,
-            _mesh,
-            _on_mesh,
-            _declared,
-        )
+        self._leaves, self._mesh = _leaves, _mesh
+        self._on_mesh, self._declared = _on_mesh, _declared
         self.rules, self.paths, self.sources = _leaves.rules, _leaves.paths, _leaves.sources
         self.kind_of, self.kinds = _leaves.kind_of, _kinds
         self.mesh, self.axis_sizes, _ = _mesh
 
     @classmethod
-    def _of(
-        cls,
-        on_mesh: OnMesh,
-        mesh: SizedMesh,
-        declared: Declared = NOTHING,
-    ) -> Plan:
+    def _of(cls, on_mesh: OnMesh, mesh: SizedMesh, declared: Declared = NOTHING) -> Plan:
         return cls(*on_mesh(mesh), mesh, on_mesh, declared)
 
     @property
@@ -364,10 +355,7 @@ class Plan(Decider):
         )
 
     def bytes_per_device(
-        self,
-        *,
-        gradients: Any = None,
-        optimizer: Self | Iterable[Any] | None = None,
+        self, *, gradients: Any = None, optimizer: Self | Iterable[Any] | None = None
     ) -> DeviceBytes:
         """Count the bytes on the device that holds most, and in the host's memory.
 

@@ -345,9 +345,7 @@ def _own_fit(leaf: LeafType, axes: tuple[Any, ...], params: Plan) -> Fit:
         leaf = leaf._replace(names=checked_names(axes))
         return bound_rules(params.rules, params._mesh).kind(leaf)
     rules = Rules(
-        [("", axes)],
-        correction=params.rules.correction,
-        optional_axes=params.rules.optional_axes,
+        [("", axes)], correction=params.rules.correction, optional_axes=params.rules.optional_axes
     )
     fit = bound_rules(rules, params._mesh).kind(leaf._replace(rule=0))
     return fit if fit.losses else replace(fit, wanted=None)  # no rule of the plan says it

@@ -8,14 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.arguments import check_bounds, check_type, integer, mesh_shapes, strings
-from shardrules._base.text import (
-    brief,
-    bytes_shown,
-    mesh_shown,
-    nearest,
-    printable,
-    record,
-)
+from shardrules._base.text import brief, bytes_shown, mesh_shown, nearest, printable, record
 from shardrules._plan.answers import Answer, Column, Section, Table
 from shardrules._plan.memory import Training
 from shardrules._plan.path_words import data_axes_among
