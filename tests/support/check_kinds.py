@@ -4,19 +4,21 @@
 """
 
 import re
+from textwrap import fill
 
 from shardrules._plan.check_context import KINDS
 from tests.support.folders import ROOT
 
 LITERAL = ROOT / "python" / "shardrules" / "_plan" / "findings.py"
 PAGE = ROOT / "docs" / "findings.md"
-_IN_LITERAL = re.compile(r"(?<=^CheckKind = Literal\[\n).*?(?=^\]$)", re.M | re.S)
+_IN_LITERAL = re.compile(r"(?<=^CheckKind = Literal\[\n).*?(?=^\]  # fmt)", re.M | re.S)
 _IN_PAGE = re.compile(r"(?<= writes this list\.\n\n).*?(?=\n## )", re.S)
 
 
 def written():
     """{file: its text, with the kinds as they are registered}."""
-    names = "".join(f'    "{kind}",\n' for kind in KINDS)
+    listed = ", ".join(f'"{kind}"' for kind in KINDS) + ","
+    names = fill(listed, 96, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False) + "\n"
     sections = "\n".join(f"### {kind}\n**{row.levels.capitalize()}**: {row.about}.\n" for kind, row in KINDS.items())
     return {
         LITERAL: _IN_LITERAL.sub(lambda _: names, LITERAL.read_text(encoding="utf-8"), 1),

@@ -34,13 +34,14 @@ class Table:
 
     def lines(self) -> list[str]:
         """Return the heads and a line for each row, in aligned columns."""
-        widths = self._widths()
+        lines = [[column.head for column in self.columns], *self.rows]
+        widths = [min(_WIDEST, max(map(len, cells))) for cells in zip(*lines, strict=True)]
         return [
             "  ".join(
                 text.rjust(width) if column.is_right else text.ljust(width)
                 for text, column, width in zip(line, self.columns, widths, strict=True)
             ).rstrip()
-            for line in ([column.head for column in self.columns], *self.rows)
+            for line in lines
         ]
 
     def html(self, most: int | None = None) -> str:
@@ -56,10 +57,6 @@ class Table:
             body += f'<tr><td colspan="{len(self.columns)}">{more}; print shows them</td></tr>'
         head = line("th", (column.head for column in self.columns))
         return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
-
-    def _widths(self) -> list[int]:
-        lines = ([column.head for column in self.columns], *self.rows)
-        return [min(_WIDEST, max(map(len, cells))) for cells in zip(*lines, strict=True)]
 
 
 _Row = TypeVar("_Row")
@@ -101,13 +98,10 @@ class Answer(tuple[_Row, ...]):
     def __getitem__(self, index: slice) -> Self: ...
     def __getitem__(self, index: Any) -> Any:
         part = super().__getitem__(index)
-        return self._with(part) if isinstance(index, slice) else part
-
-    def _with(self, rows: Iterable[_Row]) -> Self:
-        """Return an answer of these rows, about which the same is said."""
-        made = tuple.__new__(type(self), rows)
-        made.__dict__.update(self.__dict__)
-        return made
+        if isinstance(index, slice):  # about which the same is said
+            part = tuple.__new__(type(self), part)
+            part.__dict__.update(self.__dict__)
+        return part
 
     @property
     def heading(self) -> str:

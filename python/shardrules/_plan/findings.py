@@ -52,49 +52,16 @@ Level = Literal["error", "warning", "info"]
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
 """The worst first."""
 CheckKind = Literal[
-    "companion",
-    "memory",
-    "unpinned",
-    "catch-all",
-    "replicated",
-    "half-head",
-    "unknown-name",
-    "unnamed",
-    "nnx-value",
-    "dead",
-    "shadowed",
-    "uncut",
-    "unused-axis",
-    "unmatched",
-    "misfit",
-    "correction",
-    "unknown-axis",
-]
+    "companion", "memory", "unpinned", "catch-all", "replicated", "half-head", "unknown-name",
+    "unnamed", "nnx-value", "dead", "shadowed", "uncut", "unused-axis", "unmatched", "misfit",
+    "correction", "unknown-axis",
+]  # fmt: skip
 """The kinds in `KINDS` of check_context.py; docs/findings.md says what they are."""
 VerifyKind = Literal[
-    "input",
-    "output",
-    "fixed-point",
-    "memory-kind",
-    "donation",
-    "gathered",
-    "unexpected",
-    "differs",
-    "batch",
-    "remat",
-    "budget",
-    "peak",
-    "devices",
-    "structure",
-    "unplanned",
-    "type",
-    "deleted",
-    "unknown",
-    "unplaced",
-    "sharding",
-    "unequal",
-    "nan",
-]
+    "input", "output", "fixed-point", "memory-kind", "donation", "gathered", "unexpected",
+    "differs", "batch", "remat", "budget", "peak", "devices", "structure", "unplanned", "type",
+    "deleted", "unknown", "unplaced", "sharding", "unequal", "nan",
+]  # fmt: skip
 """In the order of docs/findings.md, which says what they are."""
 FindingKind = CheckKind | VerifyKind
 _MOST_PATHS: Final = 5
