@@ -107,7 +107,7 @@ class Axis(enum.StrEnum):
 
 LOOKALIKES = {
     "numbers": (1, True, 1.0, np.int64(1)),
-    "objects": (Rule("w", "tp"), Rule("w", "tp")),
+    "objects": (("w", "tp"), Rule("w", "tp"), Rule("w", "tp")),
     "strings": (P("tp"), P(Axis.TP), ("tp",), (Axis.TP,), "tp", Axis.TP),
     "entries": (P("a", "b"), P(("a", "b")), P("a", "b", None), P(("a",), "b")),
     "unconstrained": (P(None), P(P.UNCONSTRAINED)),
