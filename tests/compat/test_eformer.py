@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from shardrules.compat import eformer as ours
+from tests.support import contexts
 from tests.support.contexts import legacy
 from tests.support.slow import slow
 
@@ -37,11 +38,8 @@ SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 8, 16, 24]), max_size=4).ma
 
 def outcome(call, *args, **kwargs):
     """The result, with where its arrays are and what they hold; or the type of what was raised."""
-    try:
-        result = call(*args, **kwargs)
-    except Exception as error:
-        return type(error)
-    if isinstance(result, jax.sharding.Mesh | NamedSharding):
+    result = contexts.outcome(call, *args, **kwargs)
+    if isinstance(result, jax.sharding.Mesh | NamedSharding | type):
         return result
     leaves, treedef = jax.tree.flatten(result)
     return (treedef, [described(leaf) for leaf in leaves]) if leaves else result

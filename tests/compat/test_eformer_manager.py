@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.compat import eformer_common_types as names
 from shardrules.compat import eformer_manager as ours
-from tests.support.contexts import legacy
+from tests.support.contexts import legacy, outcome
 
 theirs = pytest.importorskip("eformer.escale.partition.manager", reason="eformer is not installed")
 their_names = pytest.importorskip("eformer.common_types")
@@ -43,14 +43,6 @@ def registry():
 @pytest.fixture
 def five_axes():
     return Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2, 1, 1), MESH_AXES)
-
-
-def outcome(call, *args, **kwargs):
-    """The result, or the type of what was raised."""
-    try:
-        return call(*args, **kwargs)
-    except Exception as error:
-        return type(error)
 
 
 def can_be_placed(resolved):

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules.compat import flax_linen_spmd as ours
 from tests.support import corpus
+from tests.support.contexts import outcome
 
 linen = pytest.importorskip("flax.linen", reason="flax is not installed")
 theirs = pytest.importorskip("flax.linen.spmd")
@@ -21,13 +22,6 @@ MESH_AXES = st.one_of(st.none(), st.sampled_from(AXES), st.lists(st.sampled_from
 RULES = st.lists(st.tuples(st.sampled_from(NAMES), MESH_AXES), max_size=14)
 ENTRIES = st.one_of(st.none(), st.sampled_from(NAMES), st.just(P.UNCONSTRAINED))
 ARRAYS = st.lists(st.one_of(ENTRIES, st.sampled_from([("fsdp", "tp"), ("dp",)])), max_size=5)
-
-
-def outcome(call, *args, **kwargs):
-    try:
-        return call(*args, **kwargs)
-    except Exception as error:
-        return type(error)
 
 
 @given(ARRAYS, RULES, st.sampled_from([tuple, list, lambda names: P(*names)]))

@@ -22,13 +22,9 @@ from tests.support import corpus, references
 from tests.support.folders import DATA
 from tests.support.random_patterns import compiles, random_pattern, random_text
 from tests.support.random_trees import RULES, trees
-from tests.support.trees import kinds_of_trees, trees_of_libraries
+from tests.support.trees import array, kinds_of_trees, trees_of_libraries
 
 CASES = tomllib.loads((DATA / "dialects.toml").read_text("utf-8"))
-
-
-def array(*shape):
-    return jax.ShapeDtypeStruct(shape, "float32")
 
 
 def chosen(rules, path):

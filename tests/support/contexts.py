@@ -22,6 +22,14 @@ def pseudo_terminal() -> tuple[int, int]:
         pytest.skip(f"no pseudo-terminal can be opened here: {error}")
 
 
+def outcome(call, *args, **named):
+    """The result, or the type of what was raised."""
+    try:
+        return call(*args, **named)
+    except Exception as error:
+        return type(error)
+
+
 @contextmanager
 def legacy(mesh):
     """`with mesh:`, whose deprecation warning is the user's, not ours."""
