@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -46,6 +47,17 @@ def test_a_cache_that_is_updated_and_then_gathered_is_told():
     assert any(REASONS["cache"].text in finding.message for finding in findings)
 
 
+def test_pages_of_a_cache_that_other_devices_have_are_told():
+    def serve(pages, new, table):
+        pages = constrained(jax.lax.dynamic_update_slice(pages, new, (3, 0)), "tp")
+        return pages, constrained(jnp.tanh(pages[table]).sum(1), "data")
+
+    pages, table = array((64, 1024), "tp"), jax.ShapeDtypeStruct((32, 8), "int32")
+    step = jax.jit(serve, donate_argnums=0, out_shardings=(pages.sharding, None))
+    compiled = step.lower(pages, array((1, 1024)), table).compile()
+    assert REASONS["cache"].text in reasons(compiled, (P("tp"), None, None)).values()
+
+
 def gradient_step(loss, params, batch):
     def step(params, batch):
         gradients = jax.grad(loss)(params, batch)
@@ -76,3 +88,65 @@ def test_micro_batches_that_sum_in_each_trip_are_told():
     args = (array((256, 256)), array((256, 256), "data"))
     compiled = jax.jit(step, donate_argnums=0).lower(*args).compile()
     assert REASONS["microbatch"].text in reasons(compiled, (P(), None)).values()
+
+
+def on_tp(function, specs, out):
+    return jax.shard_map(function, mesh=MESH, in_specs=specs, out_specs=out, check_vma=False)
+
+
+def own_part_of_a_sum(kernel, x):
+    def local(x):
+        place = jax.lax.axis_index("tp")
+        spread = jnp.zeros((4, *x.shape)).at[(place + 1) % 4].set(x)
+        return jax.lax.psum(spread, "tp")[place]
+
+    return on_tp(local, P("tp"), P("tp"))(x @ kernel)
+
+
+def summed_in_each_trip(kernel, x):
+    def local(x):
+        is_last = jax.lax.axis_index("tp") == 3
+
+        def trip(total, row):
+            return jax.lax.psum(jnp.where(is_last, total + jnp.tanh(row), 0), "tp"), None
+
+        return jax.lax.scan(trip, jnp.zeros_like(x[0]), x)[0]
+
+    return on_tp(local, P(None, "tp"), P())(jnp.reshape(x, (8, 32, 256))) @ kernel
+
+
+def penalty(kernel, x):
+    value, gradient = jax.value_and_grad(lambda kernel: (constrained(kernel) ** 2).sum())(kernel)
+    return kernel - 0.1 * gradient, value + (x**2).sum()
+
+
+def products_in_another_order(kernel, x):
+    return constrained(x.T @ jnp.tanh(x)) @ kernel[:, :16]
+
+
+def kernel_cut_by_its_rows(kernel, x):
+    hidden = constrained(jnp.tanh(x @ kernel[:, :256].T), "data", "tp")
+    return constrained(hidden @ kernel, "data")
+
+
+def products_in_the_only_order(kernel, x):
+    return jnp.tanh(constrained(jnp.sin(x).T @ jnp.tanh(x))) @ kernel[:, :16]
+
+
+# A function of a kernel, 256 x 1024, and of x, 256 x 256, their specs, and which collective has the reason.
+OF_FUNCTIONS = [
+    ("sliced", own_part_of_a_sum, P(), P("tp"), "all-reduce"),
+    ("sliced", penalty, P("tp"), P("data"), "all-gather"),
+    ("trips", summed_in_each_trip, P(), P(), "all-reduce"),
+    ("early", products_in_another_order, P(), P("data"), "all-reduce"),
+    ("partial", products_in_the_only_order, P(), P("data"), "all-reduce"),
+    ("turned", kernel_cut_by_its_rows, P("tp"), P("data"), "all-reduce"),
+]
+
+
+@pytest.mark.parametrize(("reason", "function", "kernel", "x", "kind"), OF_FUNCTIONS)
+def test_what_is_sent_without_need_is_told(reason, function, kernel, x, kind):
+    arguments = array((256, 1024), *kernel), array((256, 256), *x)
+    compiled = jax.jit(function).lower(*arguments).compile()
+    plan = sr.plan(arguments[0], [("", kernel)], MESH)
+    assert reasons(compiled, (plan, x))[kind] == REASONS[reason].text

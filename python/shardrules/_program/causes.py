@@ -113,14 +113,23 @@ REASONS: Final[dict[str, Cause]] = {
         "by, along which it comes in parts: then only the result is summed",
     ),
     "turned": Cause(
-        "sums of products whose factor each device has whole",
+        "sums of products that are larger than their factor, or whose factor each device has whole",
         "let {axes} shard the other dimension of the kernel{line}: then each device computes its "
         "part of the result, and nothing is summed",
     ),
+    "early": Cause(
+        "summed before products that make it smaller",
+        "multiply first, and sum the smaller results{line}: write the product in another order, "
+        "(x @ a) @ b in the place of x @ (a @ b)",
+    ),
     "sliced": Cause(
-        "gathered, though each device uses only one of the parts",
-        "let each device send only the part that another one uses, such as by jax.lax.ppermute or "
-        "jax.lax.all_to_all{line}; or let what comes in be sharded by {axes}",
+        "made whole, though each device uses only one of the parts, or sums of them",
+        "let each device send only the part that another one uses{line}, such as by "
+        "jax.lax.ppermute, all_to_all or psum_scatter; or let what comes in be sharded by {axes}",
+    ),
+    "trips": Cause(
+        "summed in each trip of a loop, with what is summed already",
+        "keep on each device what it has computed{line}, and sum once behind the loop",
     ),
     "again": Cause(
         "equal on all devices before it is summed",

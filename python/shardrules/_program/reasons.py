@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from math import prod
@@ -15,6 +15,7 @@ from shardrules._plan.roles import experts_dim
 from shardrules._program.causes import REASONS
 from shardrules._program.executable import Executable, State
 from shardrules._program.facts import (
+    MOVES,
     PRODUCTS,
     REDUCTIONS,
     SLICES,
@@ -199,6 +200,8 @@ class Row:
         """Key of the first reason that applies."""
         rows = _TABLE.get(self.what, _TABLE["all-to-all"])
         reason = next(key for key, applies in rows if applies(self))
+        if self.leaf is None and REASONS[reason].is_expected and self.is_of_cache:
+            return "cache"
         is_warned = self.leaf is None and not REASONS[reason].is_expected
         return "rows" if is_warned and self.is_of_table else reason
 
@@ -309,12 +312,15 @@ class Row:
 
     @property
     def is_sliced(self) -> bool:
-        """True if each device uses one of the parts that it has gathered."""
+        """True if each device uses one of the parts of what it gets, or of an argument sums."""
         count = self.reasons.count(self.axes)
         return bool(self.uses) and all(
-            use.opcode in SLICES
-            and self._elements(use.user) * count <= self._elements(use.value)
-            and self.differs(use.user)
+            (use.opcode == "reduce" and self.leaf is not None)
+            or (
+                use.opcode in SLICES
+                and self._elements(use.user) * count <= self._elements(use.value)
+                and self.differs(use.user)
+            )
             for use in self.uses
         )
 
@@ -328,6 +334,33 @@ class Row:
         rows = sum(self._elements(use.user) for use in self.uses)
         is_read = bool(self.uses) and all(use.opcode == "gather" for use in self.uses)
         return is_read and not self.is_batch and 2 * rows <= self.exchange.shape.elements
+
+    @property
+    def is_carried(self) -> bool:
+        """True if a loop carries a sum, to which some devices add in the next trip."""
+        mask = self._facts.maker_of(self.operand, {"select"})
+        is_masked = mask is not None and self.differs(self._values.made_of[mask][0])
+        return is_masked and self.operand in self._facts.results([self.result])
+
+    @property
+    def is_early(self) -> bool:
+        """True if nothing is made of a sum but smaller products, which could be summed instead."""
+        values, products = self._values, list[int]()
+
+        def moved(node: int) -> Iterator[int]:
+            for user in values.used_by[node]:
+                products.append(user)
+                if values.opcodes[user] in MOVES:
+                    yield products.pop()
+
+        copies = set(values.reached([self.result], moved))
+        size = sum(map(self._elements, products))
+        return (
+            0 < 2 * size <= self._elements(self.result)
+            and copies.isdisjoint(values.returned)
+            and all(values.opcodes[user] in ("convolution", "dot") for user in products)
+            and not any(map(self.differs, copies.union(*map(values.made_of.__getitem__, products))))
+        )
 
     def _elements(self, node: int) -> int:
         return self._values.shapes[node].elements
@@ -441,6 +474,13 @@ class Row:
         return any(map(self._is_planned, self._summed_factors))
 
     @property
+    def is_widened(self) -> bool:
+        """True if a product on the way forward is twice as large as the factor of a kernel."""
+        factors = (node for node in self._summed_factors if not self._is_planned(node))
+        size = self.reasons.count(self.axes) * max(map(self._elements, factors), default=0)
+        return 0 < 2 * size <= self.exchange.shape.elements and "transpose(" not in self.op_name
+
+    @property
     def is_of_whole(self) -> bool:
         """True if sums are computed in parts of an array that each device has whole.
 
@@ -518,6 +558,14 @@ class Row:
         )
 
     @property
+    def is_of_cache(self) -> bool:
+        """True if rows are moved of a state that is written anew, as pages of a cache are."""
+        if self.is_training or self.is_small:
+            return False
+        lookup = self._facts.maker_of(self.operand, {"gather"})
+        return lookup is not None and self._values.made_of[lookup][0] in self._facts.behind_updates
+
+    @property
     def is_of_table(self) -> bool:
         """True if rows of an argument that these axes shard are moved, or their gradients."""
         lookup = self._facts.maker_of(self.operand, {"gather"})
@@ -572,12 +620,15 @@ _TABLE: Final[Mapping[str, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
     "all-reduce": (
         ("small", lambda row: row.is_small),
         ("again", lambda row: not row.differs(row.operand)),
+        ("sliced", lambda row: row.is_called and row.is_sliced),
+        ("trips", lambda row: row.is_called and row.is_carried),
         ("called", lambda row: row.is_called),
+        ("early", lambda row: row.is_early),
         # Sums along an axis of the batch without a kernel are of statistics, of gradients on their
         # way to a table, and of keys whose queries are on other devices.
         ("batch", lambda row: row.is_batch and row.has_planned_factor and not row.is_cheap),
         ("partial", lambda row: row.is_batch),
-        ("turned", lambda row: row.has_planned_factor and row.is_of_whole),
+        ("turned", lambda row: row.has_planned_factor and (row.is_widened or row.is_of_whole)),
         ("partial", lambda _: True),
     ),
     "collective-permute": (
