@@ -307,25 +307,25 @@ def compile_input(asked: CompilerInput, devices: list[Any], **dumps: Any) -> Any
     options.env_option_overrides = [*asked.overrides, *dumps.items()]
     device_of = {device.id: device for device in devices}
     targets = xla_client.DeviceList(tuple(device_of[number] for number in asked.device_ids))
-    client, is_host = devices[0].client, devices[0].platform == "cpu"
-    compiles = client.compile_and_load if is_host else client.compile
-    try:
-        return compiles(_parsed(asked.module), executable_devices=targets, compile_options=options)
-    except TypeError:  # JAX 0.7 takes the bytes
-        return compiles(asked.module, executable_devices=targets, compile_options=options)
+    client, settings = (
+        devices[0].client,
+        {"executable_devices": targets, "compile_options": options},
+    )
+    if devices[0].platform == "cpu":
+        return client.compile_and_load(asked.module, **settings)
+    return client.compile(_parsed(asked.module), **settings)  # libtpu's client takes no bytes
 
 
 def _parsed(module: bytes) -> Any:
     """Return StableHLO as a module of MLIR, in a context like JAX's own."""
     from jaxlib.mlir import ir
     from jaxlib.mlir._mlir_libs import _jax_mlir_ext
-    from jaxlib.mlir.dialects import chlo, mhlo, sdy, stablehlo
+    from jaxlib.mlir.dialects import chlo, sdy, stablehlo
 
     registry, context = ir.DialectRegistry(), ir.Context()
     _jax_mlir_ext.register_dialects(registry)
     context.append_dialect_registry(registry)
     context.load_all_available_dialects()
-    mhlo.register_mhlo_dialect(context)
     for dialect in (chlo, sdy, stablehlo):
         dialect.register_dialect(context)
     with context:
