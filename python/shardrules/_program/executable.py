@@ -392,7 +392,7 @@ def _evidence(executable: Executable, argument: _Subtree, output: _Subtree) -> E
 
 def _are_same(first: Any, second: Any) -> bool:
     """Say whether the same plan or tree is given twice, or containers of the same ones."""
-    (parts, structure), (others, other) = map(tree_util.tree_flatten, (first, second))
+    (parts, structure), (twins, of_twins) = map(tree_util.tree_flatten, (first, second))
     treedef: Any = structure
-    is_alike = bool(parts) and treedef == other
-    return is_alike and all(part is as_given for part, as_given in zip(parts, others, strict=True))
+    is_alike = bool(parts) and treedef == of_twins
+    return is_alike and all(part is twin for part, twin in zip(parts, twins, strict=True))

@@ -136,7 +136,7 @@ def rehearse(
     child = Child(
         __name__,
         os.environ | devices | settings,
-        whole=single.program,
+        single=single.program,
         sharded=sharded.program,
         arguments=arguments,
         results=sharded.results,
@@ -256,7 +256,7 @@ def _random(dtype: Any, shape: tuple[int, ...], rows: int, generator: np.random.
 def main(
     folder: Path,
     *,
-    whole: _Program,
+    single: _Program,
     sharded: _Program,
     arguments: Sequence[_Argument],
     results: Sequence[_Form],
@@ -267,7 +267,7 @@ def main(
 
     Their messages are those behind the path of the result.
     """
-    run_sharded, run_whole = (_runner(program, results) for program in (sharded, whole))
+    run_sharded, run_whole = (_runner(program, results) for program in (sharded, single))
     values = [np.frombuffer(x, jnp.dtype(name)).reshape(shape) for name, shape, x, _ in arguments]
     # Sums of positive values hide what is not linear, and roots of others are no numbers.
     is_signed = [row[-1] and _is_inexact(x) for x, row in zip(values, arguments, strict=True)]
