@@ -214,18 +214,20 @@ RANGES = """\
     x{}: 256 bytes (cumulative: 256 bytes)
     s{1}: 256 bytes (cumulative: 512 bytes)
     s{2}: 4 bytes (cumulative: 516 bytes)
+    d{}: 256 bytes (cumulative: 516 bytes)
 """
 ASSIGNED = """\
 allocation 0: size 256, parameter 0, shape |f32[64]| at ShapeIndex {}:
  value: <1 x @0> (size=256,offset=0): f32[64]{0}
 allocation 1: size 256, maybe-live-out:
  value: <2 s{1} @0> (size=256,offset=0): f32[64]{0}
+ value: <4 d @0> (size=256,offset=0): f32[64]{0}
 allocation 2: size 4, preallocated-temp:
  value: <3 s{2} @0> (size=4,offset=0): u32[]
 """
 
 
-def test_what_a_start_has_beside_its_array_is_no_array():
+def test_what_a_start_has_beside_its_array_is_no_array_and_what_shares_memory_is_one():
     arrays = DeviceArrays(Values(Hlo(STARTED)))
     rows = arrays.at_peak(LiveRanges(RANGES, ASSIGNED))
     assert [(row.bytes, row.is_output) for row in rows] == [(256, False), (256, True)]
