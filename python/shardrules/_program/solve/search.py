@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._base.text import bytes_shown, mesh_shown, printable_lines, seconds_shown
 from shardrules._place.mesh import as_mesh
 from shardrules._program.solve.space import STORED, Space
-from shardrules._program.solve.spread import Machine, Seconds, Spread, is_apart
+from shardrules._program.solve.spread import Machine, Seconds, Spread, adder, is_apart
 
 if TYPE_CHECKING:
     from shardrules._base.hardware import Hardware
@@ -54,11 +54,10 @@ class Terms:
 
     def __init__(self, space: Space, machine: Machine) -> None:
         self.space, self.machine = space, machine
-        self._probe = Spread(space, {})
         self._evaluated: dict[tuple[Any, ...], tuple[Seconds, dict[int, list[Need]]]] = {}
         groups = [
             group
-            for group in _groups(self._probe, space.equations)
+            for group in _groups(space.equations)
             if len(group) > 1 or not self._is_free(group[0][0])
         ]
         self.terms: list[Term] = []
@@ -107,25 +106,26 @@ class Terms:
         needs = [need for row in rows for need in row.get(number, ())]
         if not needs:
             return Seconds()
-        self._probe.begin(assignment)
-        self._probe.send(number, needs)
-        return self.machine.sending(self.space, self._probe.sent)
+        spread = Spread(self.space, assignment)
+        spread.send(number, needs)
+        return self.machine.sending(self.space, spread.sent)
 
     def _evaluate(
         self, place: int, assignment: Mapping[int, Axes]
     ) -> tuple[Seconds, dict[int, list[Need]]]:
         """Return the seconds of operations, and how they read arrays that others read as well."""
-        term, probe = self.terms[place], self._probe
+        term = self.terms[place]
         key = (place, *[self.space.cuts(number, assignment) for number in term.arrays])
         if key not in self._evaluated:
-            probe.begin(assignment)
+            spread = Spread(self.space, assignment)
             for operation, trips in term.operations:
-                probe.run(operation, trips)
-            shared = {number: probe.needs[number] for number in self._shared & probe.needs.keys()}
-            for number in probe.needs.keys() - shared:
-                probe.send(number, probe.needs[number])
-            seconds = self.machine.computing(probe, term.operations)
-            seconds = seconds.plus(self.machine.sending(self.space, probe.sent))
+                spread.run(operation, trips)
+            needs = spread.needs
+            shared = {number: needs[number] for number in self._shared & needs.keys()}
+            for number in needs.keys() - shared:
+                spread.send(number, needs[number])
+            seconds = self.machine.computing(spread, term.operations)
+            seconds = seconds.plus(self.machine.sending(self.space, spread.sent))
             self._evaluated[key] = seconds, shared
         return self._evaluated[key]
 
@@ -152,7 +152,7 @@ def _numbers(operation: TracedOperation) -> Iterator[int]:
         yield from (n for n in body.outputs if n is not None)
 
 
-def _groups(probe: Spread, equations: Equations) -> Iterable[_Group]:
+def _groups(equations: Equations) -> Iterable[_Group]:
     """Return operations by what must be priced together: those whose sums an addition merges."""
     groups: dict[int, _Group] = {}
     adding: set[int] = set()
@@ -162,7 +162,7 @@ def _groups(probe: Spread, equations: Equations) -> Iterable[_Group]:
         group.append(row)
         is_sum = operation.rule is not None and bool(operation.rule.summed)
         for number in operation.outputs if is_sum or id(operation) in adding else ():
-            reader = probe.adder(number)
+            reader = adder(equations, number)
             if reader is not None:
                 adding.add(id(reader))
                 merged = groups.setdefault(id(reader), group)

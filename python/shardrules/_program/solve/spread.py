@@ -20,7 +20,7 @@ from shardrules._program.work import KERNEL_EFFICIENCY
 if TYPE_CHECKING:
     from shardrules._base.hardware import Hardware
     from shardrules._program.solve.space import Axes, Space
-    from shardrules._program.step.equations import Cuts, TracedOperation
+    from shardrules._program.step.equations import Cuts, Equations, TracedOperation
     from shardrules._program.step.factors import Factors, Rule
     from shardrules._program.topologies.topology import Topology
     from shardrules._program.topologies.tpu import Links
@@ -52,12 +52,7 @@ class Spread:
 
     def __init__(self, space: Space, assignment: Mapping[int, Axes]) -> None:
         self.space, self.sizes = space, space.sizes
-        self._equations = space.equations
-        self.begin(assignment)
-
-    def begin(self, assignment: Mapping[int, Axes]) -> None:
-        """Forget all operations, and go on with another assignment."""
-        self._assignment = assignment
+        self._equations, self._assignment = space.equations, assignment
         self.sent: list[SpreadCollective] = []
         self.needs: dict[int, list[Need]] = {}
         """By array, how it is read otherwise than it lies."""
@@ -218,16 +213,10 @@ class Spread:
         if not rows:
             return
         self.sums.add(number)
-        if self.adder(number) is not None:
+        if adder(self._equations, number) is not None:
             self._terms[number] = rows
         else:
             self._send_sum(number, rows)
-
-    def adder(self, number: int) -> TracedOperation | None:
-        """Return the addition to which an array that is a sum may be left; None without one."""
-        users = self._equations.users.get(number, ())
-        user = users[0] if len(users) == 1 else None
-        return user if user and user.name in ADDS else None
 
     def _send_sum(self, number: int, rows: tuple[Axes, ...]) -> None:
         """Count the collectives that add the terms of a result over axes, a row after the other."""
@@ -287,6 +276,13 @@ class Spread:
                 for dim, row in enumerate(before)
             )
             yield "all-gather", tuple(gathered), self.space.bytes(number, rows)
+
+
+def adder(equations: Equations, number: int) -> TracedOperation | None:
+    """Return the addition to which an array that is a sum may be left; None without one."""
+    users = equations.users.get(number, ())
+    user = users[0] if len(users) == 1 else None
+    return user if user and user.name in ADDS else None
 
 
 def _factor_cuts(

@@ -250,7 +250,7 @@ class Equations:
         choice = TracedOperation(eqn, None, [*numbers], outputs, bodies=bodies)
         choice.carries = len(outputs)
         platforms = eqn.params.get("branches_platforms") or ()
-        flops = list(map(self._flops, bodies))
+        flops = list(map(self.flops, bodies))
         choice.taken = platforms.index(None) if None in platforms else flops.index(max(flops))
         return choice
 
@@ -319,12 +319,8 @@ class Equations:
                 turns = operation.trips if operation.taken in (None, place) else 0
                 yield from self.everything(inner, trips * turns)
 
-    @cached_property
-    def flops(self) -> int:
-        """Operations of a step on all devices."""
-        return self._flops(self.body)
-
-    def _flops(self, body: Body) -> int:
+    def flops(self, body: Body | None = None) -> int:
+        """Return the operations of a step, or of a part of it, on all devices."""
         return sum(row.flops * row.devices * trips for row, trips in self.everything(body))
 
 

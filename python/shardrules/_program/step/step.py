@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property, partial
 from itertools import compress
+from operator import not_
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._base.arguments import check_type
@@ -101,58 +102,32 @@ class Step:
         self.name: str = getattr(function, "__name__", type(function).__name__)
         self.mesh = mesh
         """The mesh that constraints are of; None without one."""
-        self._args = args
-        self._paths = paths
+        self._args, self._paths = args, paths
         self._function, self._closed, self._out_tree = function, without_dead(closed), out_tree
+        self._call = only_call(closed)
         with collector_paused():
             self._equations = Equations(self._closed)
-        self._call = only_call(closed)
-
-    @cached_property
-    def _ranges(self) -> list[range]:
+        self._trees = tuple(arg.abstract() if isinstance(arg, Plan) else arg for arg in args)
+        places, inputs = [int(path.split("/")[1]) for path in paths], self._equations.body.inputs
+        self._ranges = [
+            range(bisect_left(places, i), bisect_right(places, i)) for i in range(len(args))
+        ]
         """The places of each argument's leaves."""
-        places = [int(path.split("/")[1]) for path in self._paths]
-        count = range(len(self._args))
-        return [range(bisect_left(places, i), bisect_right(places, i)) for i in count]
-
-    @cached_property
-    def _trees(self) -> tuple[Any, ...]:
-        """The arguments as trees."""
-        return tuple(arg.abstract() if isinstance(arg, Plan) else arg for arg in self._args)
+        # Weights are what is planned, or the first argument, but for state such as caches.
+        plans = [i for i, arg in enumerate(args) if isinstance(arg, Plan)] or [0][: len(args)]
+        planned = [inputs[row] for i in plans for row in self._ranges[i]]
+        state = written_arrays(self._equations, planned)
+        weights = {number for number in planned if number not in state} or {*planned}
+        is_weight = [number in weights for number in inputs]
+        self._roles = Roles(self._equations, weights, compress(inputs, map(not_, is_weight)))
+        self._place = places[is_weight.index(True)] if weights else 0
+        """The argument of the parameters: the first plan that is no state, or the first one."""
 
     @property
     def plan(self) -> Plan | None:
         """The Plan of the parameters among the arguments; None without one."""
         arg = self._args[self._place] if self._args else None
         return arg if isinstance(arg, Plan) else None
-
-    @cached_property
-    def _planned(self) -> dict[int, list[int]]:
-        """By argument that is planned, or else of the first one, the numbers of its leaves."""
-        planned = [i for i, arg in enumerate(self._args) if isinstance(arg, Plan)]
-        inputs = self._equations.body.inputs
-        return {
-            i: [inputs[row] for row in self._ranges[i]] for i in (planned or [0])[: len(self._args)]
-        }
-
-    @cached_property
-    def _weights(self) -> list[int]:
-        """Numbers of the leaves that are planned, but for state such as caches."""
-        numbers = [number for leaves in self._planned.values() for number in leaves]
-        state = written_arrays(self._equations, numbers)
-        return [number for number in numbers if number not in state] or numbers
-
-    @cached_property
-    def _place(self) -> int:
-        """The argument of the parameters: the first Plan that is no state, or the first one."""
-        weights = set(self._weights)
-        return next((i for i, row in self._planned.items() if weights.intersection(row)), 0)
-
-    @cached_property
-    def _roles(self) -> Roles:
-        weights = set(self._weights)
-        data = [number for number in self._equations.body.inputs if number not in weights]
-        return Roles(self._equations, self._weights, data)
 
     @cached_property
     def _places(self) -> dict[int, list[tuple[str, int]]]:
@@ -174,7 +149,7 @@ class Step:
                 roles.of.get(name, ""),
                 self._equations.dims.sizes[name],
                 tuple(places),
-                tuple(roles.lines_that_contract(name)),
+                tuple(roles.contracted.get(name, ())),
             )
             for name, places in self._places.items()
         ]
@@ -192,7 +167,7 @@ class Step:
     @property
     def flops(self) -> int:
         """Floating-point operations of a step's products on all devices."""
-        return self._equations.flops
+        return self._equations.flops()
 
     @property
     def unmodelled(self) -> tuple[str, ...]:
@@ -243,7 +218,7 @@ class Step:
         names = {c: f"{roles.of.get(c, '') or 'no role'} {sizes[c]:,}" for c in classes}
         yield f"  dimension {place}, {size:,}: {' x '.join(names.values()) or 'one element'}"
         for name, text in names.items():
-            lines = roles.lines_that_contract(name)
+            lines = [*roles.contracted.get(name, ())]
             part = f"{text} " if len(names) > 1 else ""
             for line in lines[:_ARRAYS_SHOWN]:
                 yield f"    {part}summed over at {line}"
@@ -410,7 +385,8 @@ class Roles:
         self.of_weights = Counter(self._classes_of(weights))
         self._of_data = [list(self._dims_of(number)) for number in data]
         self.of: dict[int, ClassRole] = {}
-        self.contracted: dict[int, list[TracedOperation]] = {}
+        self.contracted: dict[int, dict[str, None]] = {}
+        """The lines of the products that sum over each class."""
         self._name_stacks()
         for operation, _ in equations.everything():
             self._see(operation)
@@ -420,10 +396,6 @@ class Roles:
             if first in self.of:
                 self.of[name] = self.of[first]
             self.of_weights[name] = self.of_weights[first]
-
-    def lines_that_contract(self, name: int) -> list[str]:
-        """Return the lines of the products that sum over a class."""
-        return list(dict.fromkeys(operation.line for operation in self.contracted.get(name, ())))
 
     def is_like_weights(self, number: int) -> bool:
         """Say whether weights have all dimensions of an array, as their gradients do."""
@@ -482,7 +454,7 @@ class Roles:
         batch = [c for dim in left_batch for c in rows[dim]]
         free = [c for row in (*rows, *others) for c in row if c not in (*summed, *batch)]
         for name in summed:
-            self.contracted.setdefault(name, []).append(operation)
+            self.contracted.setdefault(name, {})[operation.line] = None
         if first in self.weights or second in self.weights:
             self._name(self._of_weights_in(batch), "experts")
             return
