@@ -1,8 +1,10 @@
 """Every example in the README, in docs/ and in docstrings runs, and what the pages say of files is so."""
 
 import ast
+import contextlib
 import doctest
 import importlib
+import inspect
 import pkgutil
 import re
 import subprocess
@@ -217,6 +219,28 @@ def test_every_block_runs_or_says_why_not():
 
 def prose(path):
     return re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
+
+
+OWNERS = {
+    "sr": sr,
+    "plan": sr.Plan,
+    "proof": sr.types.Proof,
+    "program": sr.types.Program,
+    "solution": sr.types.Solution,
+}
+
+
+@pytest.mark.parametrize("page", pages())
+def test_calls_in_sentences_have_functions_and_keywords_that_exist(page):
+    for code in re.findall(r"`([^`\n]*\([^`\n]*)`", prose(ROOT / page)):
+        with contextlib.suppress(SyntaxError):  # a pattern, or a part of a call
+            for call in ast.walk(ast.parse(code.replace("...", "None").replace("\\|", "|"))):
+                match call:
+                    case ast.Call(ast.Attribute(ast.Name(owner), name)) if owner in OWNERS:
+                        parameters = inspect.signature(getattr(OWNERS[owner], name)).parameters.values()
+                        known = {each.name for each in parameters}
+                        is_open = any(each.kind is each.VAR_KEYWORD for each in parameters)
+                        assert is_open or {each.arg for each in call.keywords} <= known, code
 
 
 def headings(path):
