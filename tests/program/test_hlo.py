@@ -36,9 +36,8 @@ def hlo_of(mesh, function, *shapes_and_specs, out=None, donate=()):
 
 
 def brief(one):
-    """(kind, axes, operand's dims, result's dims, times) of a collective."""
-    axes = one.groups.axes(AXES)
-    return one.kind, axes, one.operands[0].dims, one.results[0].dims, one.times
+    """(kind, axes, dimensions, times) of a collective."""
+    return one.kind, one.groups.axes(AXES), one.shapes[0].dims, one.times
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +56,11 @@ def of_each_kind(data_model):
 
 def test_each_kind_of_collective(of_each_kind):
     assert [brief(one) for one in of_each_kind.collectives] == [
-        ("all-gather", ("model",), (8, 32), (32, 32), 1),
-        ("reduce-scatter", ("model",), (32, 32), (32, 8), 1),
-        ("all-to-all", ("data",), (16, 8), (16, 8), 1),
-        ("collective-permute", ("model",), (16, 16), (16, 16), 1),
-        ("all-reduce", ("data",), (16, 16), (16, 16), 1),
+        ("all-gather", ("model",), (32, 32), 1),
+        ("reduce-scatter", ("model",), (32, 32), 1),
+        ("all-to-all", ("data",), (16, 8), 1),
+        ("collective-permute", ("model",), (16, 16), 1),
+        ("all-reduce", ("data",), (16, 16), 1),
     ]
     names = [one.instruction.op_name.split("/")[-1] for one in of_each_kind.collectives]
     assert names[:4] == ["all_gather", "reduce_scatter", "all_to_all", "ppermute"]
@@ -83,7 +82,7 @@ def loops(x, w):
 
 def test_collectives_in_loops_run_as_often_as_the_loops(data_model):
     hlo = hlo_of(data_model, loops, ((16, 64), ("data",)), ((64, 64), ("model", None)))
-    times = [one.times for one in hlo.collectives if one.results[0].dims == (8, 64)]
+    times = [one.times for one in hlo.collectives if one.shapes[0].dims == (8, 64)]
     assert sorted(times, key=str) == [1, 15, None]
 
 
@@ -171,12 +170,10 @@ def test_asynchronous_collectives_are_counted_once():
     assert {kind: one.times for kind, one in found.items()} == dict.fromkeys(found, 1)
     assert len(Hlo(STARTS).collectives) == 4
     gather = found["all-gather"]
-    assert gather.operands == (Shape("bf16", (4, 8)), Shape("s4", (2,)))
-    assert gather.results == (Shape("bf16", (8, 8)), Shape("s4", (4,)))
-    assert [one.bytes for one in gather.results] == [128, 2]
-    assert found["all-reduce"].results == (Shape("bf16", (4, 8)),)
-    assert found["collective-permute"].results == (Shape("bf16", (4, 8)),)
-    assert found["reduce-scatter"].operands == (Shape("u32", (8,)),)
+    assert gather.shapes == (Shape("bf16", (8, 8)), Shape("s4", (4,)))
+    assert [one.bytes for one in gather.shapes] == [128, 2]
+    assert found["all-reduce"].shapes == found["collective-permute"].shapes == (Shape("bf16", (4, 8)),)
+    assert found["reduce-scatter"].shapes == (Shape("u32", (8,)),)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +281,7 @@ def test_a_hostile_text_takes_bounded_time_and_memory(name):
             hlo = Hlo(text)
             (op,) = hlo.collectives
             assert op.groups == (tuple(range(8)),)
-            assert op.results[0].dims
+            assert op.shapes[0].dims
             place = hlo.place(op.instruction)
             assert place == (("step.py", 39_999) if "StackFrames" in text else None)
         assert tracemalloc.get_traced_memory()[1] < 150e6

@@ -33,8 +33,6 @@ _NO_CALLS: Final = ("control-predecessors", "control-successors")
 _OP_NAME: Final = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _INDEX: Final = re.compile(r"\bindex=(\d+)")
 _DIMENSION: Final = re.compile(r"\bdimensions=\{(\d+)\}")
-# The metadata of a Pallas kernel is on lines of its own.
-_BROKEN: Final = re.compile(r'\n(?="|\}\})')
 
 
 class Shape(NamedTuple):
@@ -142,7 +140,7 @@ class Computation:
     @cached_property
     def root(self) -> Instruction:
         """Instruction whose result is the computation's."""
-        return parsed(line_at(self._text, self._text.rfind("\n  ROOT ", self.begin, self.end) + 1))
+        return instruction_at(self._text, self._text.rfind("\n  ROOT ", self.begin, self.end) + 1)
 
     @cached_property
     def parameters(self) -> Sequence[Instruction]:
@@ -153,7 +151,7 @@ class Computation:
         """Yield the instructions of an opcode, the last first."""
         position = self.end
         while (position := self._text.rfind(f" {opcode}(", self.begin, position)) >= 0:
-            line = parsed(line_at(self._text, position))
+            line = instruction_at(self._text, position)
             if line.opcode == opcode:  # and it is not within some text
                 yield line
 
@@ -169,28 +167,19 @@ class Computation:
         return parameters.count("["), results.count("[")
 
 
-def parsed(line: str) -> Instruction:
-    match = _LINE.match(line)
-    if match is None:
-        raise ValueError(f"not an instruction of HLO: {line[:80]}")
-    return _instruction(match)
+def instruction_at(text: str, position: int) -> Instruction:
+    """Parse the line at a position of a module's text."""
+    begin, end = text.rfind("\n", 0, position) + 1, text.find("\n", position)
+    line = _LINE.match(text, begin, end if end >= 0 else len(text))
+    if line is None:
+        raise ValueError(f"not an instruction of HLO: {text[begin : begin + 80]}")
+    return _instruction(line)
 
 
 def _instruction(line: re.Match[str]) -> Instruction:
     name, type_, opcode, literal, attributes = line.groups()
     operands = NAME.findall(literal) if "%" in literal else ()
     return Instruction(name, type_, opcode, literal, attributes, operands)
-
-
-def with_whole_lines(text: str) -> str:
-    """Put each instruction on one line."""
-    is_broken = text.rfind(" custom-call(") >= 0 and text.rfind("={\n") >= 0
-    return _BROKEN.sub("", text) if is_broken else text
-
-
-def line_at(text: str, position: int) -> str:
-    end = text.find("\n", position)
-    return text[text.rfind("\n", 0, position) + 1 : end if end >= 0 else None]
 
 
 def number(pattern: re.Pattern[str], text: str) -> int | None:

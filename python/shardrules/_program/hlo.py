@@ -24,11 +24,9 @@ from shardrules._program.computation import (
     Computation,
     Instruction,
     Shape,
-    line_at,
+    instruction_at,
     number,
-    parsed,
     trips,
-    with_whole_lines,
 )
 
 CollectiveOpcode = Literal[
@@ -55,6 +53,8 @@ _LIBRARY: Final = re.compile(r"[/\\](?:site|dist)-packages[/\\]|^<")
 _TABLE_ROW: Final = re.compile(r"^(\d+) (.*)$", re.MULTILINE)
 _NO_HLO: Final = "the text of the executable is cut, or no HLO as XLA prints it"
 _FIELD: Final = re.compile(r"(\w+)=(\d+)")
+# The metadata of a Pallas kernel is on lines of its own.
+_BROKEN: Final = re.compile(r'\n(?="|\}\})')
 
 
 def check_hlo(text: str) -> None:
@@ -77,13 +77,13 @@ def hlo_errors() -> Iterator[None]:
 
 
 class CollectiveOp(NamedTuple):
-    """Collective with the shapes that one device has; a start stands for both halves."""
+    """Collective, of which a start stands for both halves."""
 
     kind: CollectiveOpcode
     instruction: Instruction
     computation: str
-    operands: tuple[Shape, ...]
-    results: tuple[Shape, ...]
+    shapes: tuple[Shape, ...]
+    """Shapes of what is moved, as one device has it before or behind: the larger ones."""
     groups: ReplicaGroups
     times: int | None
     """Executions in a run of the program, a branch counted as taken; None within a loop of unknown
@@ -94,7 +94,8 @@ class Hlo:
     """Optimized module, as `jax.stages.Compiled.as_text()` prints it: computations by name."""
 
     def __init__(self, text: str) -> None:
-        self.text = text = with_whole_lines(text)
+        is_broken = text.rfind(" custom-call(") >= 0 and text.rfind("={\n") >= 0
+        self.text = text = _BROKEN.sub("", text) if is_broken else text
         self._head = text[: text.find("\n")]
         self._times: dict[str, int | None] = {}
         self._fusions: dict[str, tuple[str, Instruction] | None] = {}
@@ -187,7 +188,7 @@ class Hlo:
     def callers(self, computation: str) -> Iterator[tuple[str, Instruction]]:
         """Yield the instructions that call a computation, each behind its own computation."""
         for position in self._calls.get(computation, ()):
-            instruction = parsed(line_at(self.text, position))
+            instruction = instruction_at(self.text, position)
             if instruction.opcode not in ("async-update", "async-done"):
                 yield self._computation_at(position), instruction
 
@@ -294,37 +295,23 @@ class Hlo:
         return sorted(places)
 
     def _collective(self, position: int, kind: CollectiveOpcode, start: str) -> CollectiveOp:
-        instruction = parsed(line_at(self.text, position))
-        name = self._computation_at(position)
-        results = instruction.results
-        count = len(instruction.operands)
-        if start and len(results) >= 2 * count:
+        instruction, name = instruction_at(self.text, position), self._computation_at(position)
+        shapes, count = instruction.results, len(instruction.operands)
+        if start and len(shapes) >= 2 * count:
             # The start's result is (operands, results, what the backend needs besides).
-            results = results[count : 2 * count]
+            shapes = shapes[count : 2 * count]
         groups = self.groups(instruction.attributes)
-        dimension, devices = instruction.dimension, len(groups[0])
-        operands = tuple(_operand_of(kind, result, dimension, devices) for result in results)
+        if kind == "reduce-scatter" and (place := instruction.dimension) is not None:
+            sizes = [(*x[:place], x[place] * len(groups[0]), *x[place + 1 :]) for _, x in shapes]
+            shapes = tuple(map(Shape, (dtype for dtype, _ in shapes), sizes))
         if kind == "all-reduce" and _SCATTERED.search(name):
             # On TPU, a fusion that sums and takes the device's part of it.
-            fusion = self.fusion_of(name)
-            kind, results = "reduce-scatter", results if fusion is None else fusion[1].results
-        return CollectiveOp(kind, instruction, name, operands, results, groups, self.times(name))
+            kind = "reduce-scatter"
+        return CollectiveOp(kind, instruction, name, shapes, groups, self.times(name))
 
 
 def _fields(text: str) -> dict[str, int]:
     return {name: int(value) for name, value in _FIELD.findall(text)}
-
-
-def _operand_of(kind: str, result: Shape, dimension: int | None, devices: int) -> Shape:
-    """Compute the operand of a collective from its result and the size of its groups."""
-    if dimension is None or kind not in ("all-gather", "reduce-scatter"):
-        return result
-    dims = list(result.dims)
-    if kind == "all-gather":
-        dims[dimension] //= devices
-    else:
-        dims[dimension] *= devices
-    return Shape(result.dtype, tuple(dims))
 
 
 _GROUPS: Final = re.compile(r"(?:replica_groups|source_target_pairs)=")
@@ -542,12 +529,12 @@ def exchanges(hlo: Hlo, axis_sizes: Mapping[str, int]) -> Iterator[Exchange]:
     """
     for op in hlo.collectives:
         axes = op.groups.axes(axis_sizes) if axis_sizes else ()
-        shapes = op.operands if op.kind == "reduce-scatter" else op.results
-        sizes = [shape.bytes for shape in shapes]
+        sizes = [shape.bytes for shape in op.shapes]
         if op.kind == "all-to-all":
             sizes = [sum(sizes)]  # its results are pieces of one array
         for place, size in enumerate(sizes):
-            yield Exchange(op, place, axes, shapes[place], size, _sent_bytes(op, size), op.times)
+            sent = _sent_bytes(op, size)
+            yield Exchange(op, place, axes, op.shapes[place], size, sent, op.times)
 
 
 def _sent_bytes(op: CollectiveOp, size: int) -> int:

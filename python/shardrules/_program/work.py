@@ -14,7 +14,7 @@ from shardrules._base.dtypes import is_inexact
 from shardrules._base.text import Place, answer, counted, printable_lines, seconds_shown
 from shardrules._plan.answers import Column, Section, Table
 from shardrules._plan.report import Page
-from shardrules._program.computation import Instruction, line_at, parsed, shapes_in
+from shardrules._program.computation import Instruction, instruction_at, shapes_in
 from shardrules._program.facts import PRODUCTS, Variation
 from shardrules._program.hlo import Hlo, hlo_errors
 from shardrules._program.values import Values
@@ -286,16 +286,15 @@ def _cycles(hlo: Hlo) -> Iterator[tuple[Instruction, int, int]]:
             continue  # the fusion has them
         for match in computation.matches(_CYCLES):
             if (cycles := int(match[1])) < _UNKNOWN:
-                yield parsed(line_at(hlo.text, match.start())), cycles, hlo.times(name) or 1
+                yield instruction_at(hlo.text, match.start()), cycles, hlo.times(name) or 1
 
 
 def _kernels(hlo: Hlo) -> Iterator[tuple[Instruction, int, int]]:
     """Yield each Pallas kernel, its operations, 0 if they are not known, and its executions."""
     for name, computation in hlo.computations.items():
         for match in computation.matches(_KERNEL):
-            line = line_at(hlo.text, match.start())
-            instruction = parsed(line)
-            estimate = _FLOPS.search(line)
+            instruction = instruction_at(hlo.text, match.start())
+            estimate = _FLOPS.search(instruction.attributes)
             flops = int(estimate[1]) if estimate else _splash_flops(instruction)
             yield instruction, flops, hlo.times(name) or 1
 
