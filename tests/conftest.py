@@ -42,7 +42,6 @@ core.global_force_seed = SEED
 # What JAX 0.7.2 and the peers of its day do otherwise than those of today, which these tests ask for.
 NOT_ON_JAX_0_7 = {
     "test_logical.py::test_variables_hold_their_specs": "flax 0.12.0 has no use_eager_sharding",
-    "test_dtypes.py::TestRandomKeys::test_an_orbax": "orbax asks keys for get_value",
     "test_flax_core.py::test_nnx_variables_keep": "metadata of Variables are others in flax 0.12.0",
     "test_flax_core.py::test_axes_of_nnx": "metadata of Variables are others in flax 0.12.0",
     "test_flax_linen_spmd.py::test_boxes": "metadata of Variables are others in flax 0.12.0",
@@ -110,7 +109,7 @@ def _with_unexpected_skips_as_failures(report):
 
 def pytest_collection_modifyitems(items):
     """Skip on the oldest JAX what its table names, with the reason."""
-    if jax.__version_info__ >= (0, 8):
+    if not _IS_OLDEST:
         return
     for item in items:
         for name, reason in NOT_ON_JAX_0_7.items():

@@ -408,12 +408,7 @@ def test_our_boxes_in_linen():
     assert isinstance(raised.value, flax_errors.PartitioningUnspecifiedError)
 
 
-SHARDING_KEY = "out_sharding" if IS_NEWER else "sharding"
-
-
 def variable(value, names, **metadata):
-    if SHARDING_KEY == "sharding":
-        return nnx.VariableState(nnx.Param, value, sharding=names, **metadata)
     return nnx.Param(value, out_sharding=names, eager_sharding=False, **metadata)
 
 
@@ -439,7 +434,7 @@ def test_nnx_variables_keep_their_shardings():
 
 def test_axes_of_nnx_variables():
     def names(of):
-        return of.get_metadata()[SHARDING_KEY]
+        return of.get_metadata()["out_sharding"]
 
     tree = {"v": variable(np.ones((4, 2)), ("fsdp", "tp")), "plain": variable(np.ones(2), None)}
     longer = our_meta.add_axis(tree, 1, LAYERS)
