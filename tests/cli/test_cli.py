@@ -35,6 +35,7 @@ HEADS = [["attn/k_proj/kernel", [4096, 768], "BF16"], ["attn/q_proj/kernel", [40
 FILES = {
     "model.json": SMALL, "rules.toml": RULES,
     "heads.json": {"params": HEADS}, "proj.json": [["proj", ["fsdp", "tp"]]],
+    "sp.json": {"optional_axes": ["fsdp"], "rules": [["proj", [["fsdp", "sp"], "tp"]]]},
     "declared.json": {"optional_axes": ["fsdp"], "data_axes": ["dp"]},
     "named.json": SMALL | {"logical_axes": {}}, "logical.toml": 'kind = "logical"\nrules = []', "lora.toml": 'companions = ["lora"]\nrules = []',
     "w64.json": {"params": [["w", [64, 8], "F32"]]}, "w32.json": {"params": [["w", [32, 8], "F32"]]},
@@ -53,6 +54,7 @@ SAID = [
     (f"{SLIP} fdsp=8,tp=4", 1, "did you mean 'fdsp'?"),
     (f"{SLIP} tp=4", 1, "or declare that a mesh may lack it: --optional-axes fsdp\n"),
     (f"{SLIP} tp=4 --optional-axes sp,fsdp", 0, "0 errors, 0 warnings"),
+    (f"{SLIP} tp=4 -r sp.json --optional-axes sp", 0, "0 errors, 0 warnings"),
     (f"{SLIP} {MORE}", 1, "warning[unused-axis]"),
     (f"{SLIP} {MORE}", 1, "that it cuts data alone: --data-axes dp\n"),
     (f"{SLIP} {MORE} --data-axes dp", 0, "nothing found: 2 leaves"),
@@ -178,7 +180,7 @@ def folder(tmp_path, monkeypatch):
     for name, content in FILES.items():
         Path(name).write_text(content if isinstance(content, str) else json.dumps(content))
     yield tmp_path
-    for name in ("step", "own_rules", "my_model"):
+    for name in ("step", "own_rules", "my_model", "m"):
         sys.modules.pop(name, None)
 
 
@@ -231,6 +233,8 @@ def test_check_for_programs_and_for_the_root_of_the_checkout(tmp_path, monkeypat
 def test_meshes_are_sorted():
     given = run(*SWEEP.split(), "-m", "fsdp=2", "-m", "fsdp=4")
     assert [line.split()[0] for line in given.stdout.splitlines()] == ["mesh", "fsdp=4", "fsdp=2"]
+    *most, more = run(*SWEEP.split(), "--devices", 64, "--axes", "fsdp,tp,x").stdout.splitlines()
+    assert (len(most), more) == (21, "... and 8 more meshes")
 
 
 def module(text):

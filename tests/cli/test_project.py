@@ -214,7 +214,7 @@ def test_a_budget_is_of_what_is_planned_and_of_what_is_sent(project, size, code)
 
 def test_each_form_of_a_value_is_an_option(project):
     (project / "shardrules.toml").write_text(
-        '[jobs.a]\nmodel = "model.json"\nrules = "rules.toml"\nmesh = {tp = 2, dp = 2}\n'
+        'mesh = "tp=8"\n[jobs.a]\nmodel = "model.json"\nrules = "rules.toml"\nmesh = {tp = 2, dp = 2}\n'
         'data-axes = ["dp"]\nlevel = {dead = "off"}\nreplicated = ["norm", "-x"]\nlarge = 2000\n'
         'hbm = "1GB"\nfail-on = "info"\n'
     )

@@ -114,6 +114,7 @@ def test_the_page_of_commands_is_theirs():
     [
         ("shardrules ch", {"plain,check"}),
         ("shardrules check x --fail-on w", {"plain,warning"}),
+        ("shardrules check x --optimizer adam --fail-on w", {"plain,warning"}),
         ("shardrules check x --format ", {"plain,text", "plain,json", "plain,github"}),
         ("shardrules check x --rules ", {"file,"}),
     ],

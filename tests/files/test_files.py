@@ -69,6 +69,8 @@ def test_a_manifest(write, pack):
     data = pack(json.dumps({"model": "small", "params": ROWS}).encode())
     arrays = read_arrays(write("m.json.gz" if pack is gzip.compress else "m.json", data))
     assert arrays[:4] == ("small", LEAVES, "/", None)
+    both = read_arrays(write("b.json", {"params": [["a", [8], "F32"], ["b", [8], "float32"]]})).leaves
+    assert both["a"] is both["b"] is arrays.leaves["layers/0/bias"]
     assert list(arrays.leaves) == list(LEAVES)
     assert len(jax.tree.leaves(arrays.leaves)) == 3
 
