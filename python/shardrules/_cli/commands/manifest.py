@@ -29,8 +29,8 @@ def manifest(*, model: str, dialect: Any, output: str | None, check: str | None)
     shapes, name = shapes_of(model, dialect)
     if check:
         old, _ = shapes_of(check, dialect)
-        whole = [("", ())]  # else each leaf would be told to be without a rule
-        differences = old.with_rules(whole).diff(shapes.with_rules(whole))
+        rules = [("", ())]  # else each leaf would be told to be without a rule
+        differences = old.with_rules(rules).diff(shapes.with_rules(rules))
         if differences:
             print(f"{check} is old: shardrules manifest {model} -o {check}")
         print(differences)

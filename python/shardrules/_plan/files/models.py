@@ -218,10 +218,9 @@ def _checked_names(
         raise FileError(f"{where}it is {shown(names)}; write {example}")
     for name in names.keys() - leaves.keys():
         raise FileError(f"{where}there is no array {name!r}{near_shown(name, leaves)}")
-    listed = [*names]
     axes = converted(
         path, [*names.values()], tuple[str | None, ...],
-        lambda index: f"logical_axes of {listed[index]!r}", f"write {example}",
+        lambda index: f"logical_axes of {[*names][index]!r}", f"write {example}",
     )  # fmt: skip
     return dict(zip(names, axes, strict=True))
 

@@ -274,13 +274,13 @@ def _companions(table: _RuleFileTable) -> tuple[Companion, ...]:
     """
     if table.is_logical and (table.stacked or table.companions):
         raise ValueError("stacked, companions: they are for rules of paths, and these are logical")
-    found: list[Companion] = []
+    companions: list[Companion] = []
     for index, entry in enumerate(table.stacked):
         where = f"stacked[{index}]: "
         arguments = entry if isinstance(entry, dict) else {"at": entry}
         check_keys(where, arguments, _STACK)
         with naming_place(where):
-            found.append(stacked(**arguments))
+            companions.append(stacked(**arguments))
     for index, name in enumerate(table.companions):
         from shardrules._plan.companion_tables import LORA, QUANTIZED
 
@@ -289,8 +289,8 @@ def _companions(table: _RuleFileTable) -> tuple[Companion, ...]:
             raise ValueError(
                 f"companions[{index}]: there is no table {name!r}; there are {', '.join(tables)}"
             )
-        found += tables[name.lower()]
-    return tuple(dict.fromkeys(found))
+        companions += tables[name.lower()]
+    return tuple(dict.fromkeys(companions))
 
 
 _TABLES: Final = re.compile(r"^[ \t]*(?=\[\[[ \t]*rules[ \t]*\]\])", re.MULTILINE)
