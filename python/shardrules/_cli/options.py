@@ -352,6 +352,4 @@ def memory(*needs: str) -> Decorator:
             "moments are of float32, or as adam:BF16 says."),
         hbm(help="Memory of one device, such as 96GB or 80GiB, or its name, such as v5p."),
     )  # fmt: skip
-    return lambda function: functools.reduce(
-        lambda last, part: part(last), parts[::-1], function
-    )
+    return lambda function: functools.reduce(lambda last, part: part(last), parts[::-1], function)
