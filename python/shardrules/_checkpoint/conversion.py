@@ -26,11 +26,6 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def dtype_on_devices(dtype: str) -> np.dtype[Any]:
-    """Return the dtype that an array of this one gets on devices: 64 bits become 32."""
-    return np.dtype(jax.dtypes.canonicalize_dtype(numpy_dtype(dtype)))
-
-
 def _with_loss(values: Any, dtype: Any) -> tuple[Any, Any]:
     """Return numpy's or JAX's values in this dtype; and, as `cast`, whether one got lost."""
     if dtype is None or values.dtype == dtype:

@@ -29,7 +29,7 @@ from shardrules._base.dtypes import (
 from shardrules._base.io import FileError, collector_paused, memory_within
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import counted, shown
-from shardrules._checkpoint.conversion import cast, check_kept, dtype_on_devices
+from shardrules._checkpoint.conversion import cast, check_kept, numpy_dtype
 from shardrules._checkpoint.layouts import Shape
 from shardrules._checkpoint.names import DirectedRename, Rename, checked_renames, forwards
 from shardrules._checkpoint.targets import Problems, Target, plain_target, targets_of
@@ -483,7 +483,9 @@ def _fits(source: str, target: str) -> bool:
 def _abstract(tree: Any, tree_specs: list[_ShapeAndDtype]) -> Any:
     """Return the tree with ShapeDtypeStructs of the dtypes that arrays get on devices."""
     structs = {
-        (shape, name): jax.ShapeDtypeStruct(shape, key_dtype(name) or dtype_on_devices(name))
+        (shape, name): jax.ShapeDtypeStruct(
+            shape, key_dtype(name) or jax.dtypes.canonicalize_dtype(numpy_dtype(name))
+        )
         for shape, name in set(tree_specs)
     }
     treedef: Any = tree_util.tree_structure(tree)
