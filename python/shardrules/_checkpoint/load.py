@@ -416,8 +416,6 @@ def _with_slashes(path: str) -> str:
 def _tree_of(targets: Mapping[str, Target]) -> dict[str, Any]:
     """Make a tree of the names: with levels if there are slashes, as `read_model` has them."""
     leaves = {path: ArraySpec(target.shape, target.dtype) for path, target in targets.items()}
-    if not any("/" in path for path in leaves):
-        return leaves
     return nested_dicts(Arrays("the arrays", leaves, "/"))
 
 
