@@ -39,6 +39,13 @@ class TestIntegersAreNoWeights:
             with pytest.raises(ValueError, match=r"'w' is float32, and its Rename has dtype='int8', to"):
                 door(source, P(), mesh_of(), renames=[sr.Rename("w", "v", dtype="int8")])
 
+    @pytest.mark.parametrize(
+        ("value", "of", "to"), [(-1, "int8", "uint8"), (300, "int32", "int8"), (200, "uint8", "int8")]
+    )
+    def test_an_integer_that_its_dtype_lacks_is_an_error(self, save, value, of, to):
+        with pytest.raises(sr.FileError, match="^n: a finite value would become infinite, or an integer another"):
+            sr.load(save({"n": np.array([1, value], of)}), P(), mesh_of(), renames=[sr.Rename("n", "n", dtype=to)])
+
     def test_a_rename_makes_integers_integers_and_floats_codes(self, save):
         path = save({"n": np.arange(8, dtype="int32"), "w": np.ones(8, "float32")})
         renames = [sr.Rename("n", "n", dtype="int8"), sr.Rename("w", "w", dtype=FLOAT8)]

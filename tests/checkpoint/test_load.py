@@ -214,6 +214,11 @@ def test_a_part_that_takes_more_than_the_bound_goes_alone(checkpoint, counted):
     is_whole(loaded, checkpoint)
 
 
+def test_long_ranges_are_cut(checkpoint, monkeypatch):
+    monkeypatch.setattr(units, "_READ", 1000)
+    is_whole(sr.load(checkpoint, RULES, mesh_of()), checkpoint)
+
+
 def interrupt(*_):
     raise KeyboardInterrupt
 

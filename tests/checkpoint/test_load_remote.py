@@ -8,6 +8,7 @@ import safetensors.numpy
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._checkpoint import units
 from tests.checkpoint.test_layouts import check
 from tests.checkpoint.test_load import mesh_of
 
@@ -76,6 +77,13 @@ def test_a_file_an_index_and_a_directory(arrays, name):
 def test_near_ranges_are_one_of_one_request(arrays):
     load()
     assert [len(ranges) for ranges in Faulty.ranges] == [1, 1]  # the header, and all arrays
+
+
+def test_far_and_long_ranges_are_requests_of_their_own(arrays, monkeypatch):
+    monkeypatch.setattr(units, "_READ", 7000)
+    check(load(), arrays)
+    assert all(end - begin <= 14_000 for ranges in Faulty.ranges[1:] for begin, end in ranges)
+    assert sum(map(len, Faulty.ranges)) > 10
 
 
 @pytest.mark.parametrize(
