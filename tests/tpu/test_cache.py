@@ -58,11 +58,9 @@ def test_the_same_step_for_a_topology_is_compiled_once(folder):
     mesh = sr.Topology("v5e:2x4").mesh(SIZES)
     plan = sr.plan(params(), RULES, mesh)
     first, second = (sr.prove(jax.jit(step), plan, batch(mesh), on=mesh, time=True) for _ in range(2))
-    assert (first.is_cached, second.is_cached) == (False, True)
     assert (first.compiled is not None, second.compiled) == (True, None)
     assert first.time.computing > 0
-    assert "s, as its code was in the cache" in str(second)
-    assert second.to_json() == first.to_json() | {"is_cached": True, "seconds": second.seconds}
+    assert second.to_json() == first.to_json() | {"seconds": second.seconds}
     assert (len([*folder.iterdir()]), folder.stat().st_mode & 0o077) == (1, 0)
 
 
@@ -142,7 +140,7 @@ PROGRAM = """
 import jax, shardrules as sr
 mesh = sr.Topology("v5e:2x2").mesh(fsdp=4)
 plan = sr.plan({"w": jax.ShapeDtypeStruct((64, 64), "bfloat16")}, [("w", "fsdp")], mesh)
-print(sr.prove(lambda p: p["w"] * 2, plan, on=mesh, time=True).is_cached)
+print(sr.prove(lambda p: p["w"] * 2, plan, on=mesh, time=True).compiled is None)
 """
 
 

@@ -55,11 +55,6 @@ class Hosts:
         """GPUs of all hosts."""
         return self.shape[0] * self.shape[1]
 
-    @property
-    def memory_limit(self) -> int:
-        """Bytes that a program may need on a device: XLA compiles what needs more, too."""
-        return Hardware.named(self.hardware).memory_bytes
-
     def described(self) -> tuple[Any, ...]:
         """Return the GPUs, in the order of their ids, as JAX's compiler has them."""
         from jax.experimental import topologies
@@ -379,13 +374,13 @@ def topology_of(mesh: Any) -> Topology | None:
 
 
 def memory_limit(mesh: Mesh) -> int | None:
-    """Return the bytes that programs may need on a device, if its compiler takes what needs more.
+    """Return the bytes that a program may need on a device, if something says.
 
     Of a GPU that is there it is what JAX may allocate.
     """
     first = mesh.devices.flat[0]
     if first in _DESCRIBED:
-        return _DESCRIBED[first]._layout.memory_limit
+        return _DESCRIBED[first].hardware.memory_bytes
     return (first.memory_stats() or {}).get("bytes_limit") if first.platform == "gpu" else None
 
 

@@ -82,9 +82,6 @@ class Slices:
     """Chips along each dimension of a slice."""
     slices: int
 
-    memory_limit = None
-    """The compiler refuses what does not fit."""
-
     @classmethod
     def parse(cls, generation: str, name: str, slices: int) -> Slices:
         """Return the slices that a topology's name says."""

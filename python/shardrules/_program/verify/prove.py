@@ -63,9 +63,7 @@ class Proof(NamedTuple):
     notes: tuple[str, ...] = ()
     """Where the program is perhaps not quite the one that will run."""
     compiled: Compiled | None = None
-    """With `time=True` what JAX has compiled; None in a copy, and from the cache."""
-    is_cached: bool = False
-    """True if its code was compiled before, and the cache has it."""
+    """With `time=True` what JAX has compiled; None in a copy, and if the cache had its code."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(self._replace(compiled=None))
@@ -95,7 +93,6 @@ class Proof(NamedTuple):
             "fits": self.fits,
             "room": self.room,
             "seconds": self.seconds,
-            "is_cached": self.is_cached,
             "notes": list(self.notes),
             "findings": [finding._asdict() for finding in self.findings],
             "program": self.program.to_json(),
@@ -125,8 +122,7 @@ def head_of(proof: Proof) -> str:
         if proof.room is not None:
             fits = "it fits" if proof.fits else "it does not fit"
             text = f"{fits}: {need} of {bytes_shown(proof.room)}"
-    took = f"in {proof.seconds:.1f} s{', as its code was in the cache' * proof.is_cached}"
-    return f"{text}, {proof.target}, {took}"
+    return f"{text}, {proof.target}, in {proof.seconds:.1f} s"
 
 
 def prove(
@@ -262,9 +258,7 @@ class AskedProof:
             text, compiled = finished(self._lowered, mesh)
         seconds = perf_counter() - begin
         room = self._room
-        if room is None and answer is not None and topology is not None:
-            room = topology.hardware.memory_bytes
-        elif room is None and mesh is not None and has_devices(mesh):
+        if room is None and mesh is not None and has_devices(mesh):
             room = memory_limit(mesh)
         content, warnings = (compiled, "") if answer is None else answer
         findings, program = findings_and_program(
@@ -280,7 +274,6 @@ class AskedProof:
             time=None if topology is None else time_of(topology, program, text),
             notes=self._notes,
             compiled=compiled,
-            is_cached=has_code and compiled is None,
         )
 
 
