@@ -409,6 +409,8 @@ def test_what_is_lost_is_data_beside_its_words():
         "a": [("indivisible", 0, ("tp",), (), ()), ("absent", 1, ("sp",), (), ())],
         "b": [("absent", 0, ("tpp",), ("tp",), ()), ("indivisible", 0, ("fsdp",), (), ())],
     }
+    # Of 320 bytes tp=4 would leave 80, and fsdp=8 40.
+    assert [one.bytes for one in plan.kind("b").losses] == [240, 280]
 
 
 @pytest.mark.parametrize("dialect", [sr.dialects.KEYSTR, sr.dialects.KERAS, sr.dialects.NNX, sr.dialects.EASYLM])
