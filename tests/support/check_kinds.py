@@ -19,7 +19,9 @@ def written():
     """{file: its text, with the kinds as they are registered}."""
     listed = ", ".join(f'"{kind}"' for kind in KINDS) + ","
     names = fill(listed, 96, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False) + "\n"
-    sections = "\n".join(f"### {kind}\n**{row.levels.capitalize()}**: {row.about}.\n" for kind, row in KINDS.items())
+    sections = "\n".join(
+        f"### {kind}\n**{levels.capitalize()}**: {about}.\n" for kind, (levels, about) in KINDS.items()
+    )
     return {
         LITERAL: _IN_LITERAL.sub(lambda _: names, LITERAL.read_text(encoding="utf-8"), 1),
         PAGE: _IN_PAGE.sub(lambda _: sections, PAGE.read_text(encoding="utf-8"), 1),

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache, partial
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
 
@@ -31,71 +31,62 @@ Check: TypeAlias = (
 """A function that finds, and what the rules must be of, if that matters."""
 
 
-class CheckRow(NamedTuple):
-    """A kind of finding, as docs/findings.md has it."""
-
-    levels: str
-    """The levels that a finding of this kind may have, the usual one first."""
-    about: str
-    """The leaves, rules or axes that it is about."""
-
-
-KINDS: Final[dict[str, CheckRow]] = {
-    "companion": CheckRow(
+KINDS: Final[dict[str, tuple[str, str]]] = {
+    "companion": (
         "warning",
         "leaves that a companion finds, but no rule for their base, so that their own rule counts; "
         "companions that find nothing: of `LORA` and `QUANTIZED`, if no companion does; "
         "and factors of LoRA whose rank a rule for their kernel cuts",
     ),
-    "memory": CheckRow("error", "leaves that do not fit into `hbm`"),
-    "unpinned": CheckRow(
+    "memory": ("error", "leaves that do not fit into `hbm`"),
+    "unpinned": (
         "warning, info",
         "leaves in `unpinned_host` memory, which jit copies to the device as a whole; info if they "
         "are not large together",
     ),
-    "catch-all": CheckRow(
+    "catch-all": (
         "error, info",
         "leaves that only the catch-all rule matches; info if those of them that are replicated "
         "are not large together",
     ),
-    "replicated": CheckRow(
+    "replicated": (
         "warning, info",
         "other leaves that are replicated, and large alone or together; info if the rule itself "
         "leaves them whole, as `fsdp(min_bytes=)` does",
     ),
-    "half-head": CheckRow("warning", "projections of attention that are cut inside a head"),
-    "unknown-name": CheckRow(
+    "half-head": ("warning", "projections of attention that are cut inside a head"),
+    "unknown-name": (
         "error, warning, info",
         "names that no logical rule has: an error if the name is near one that no leaf has, or "
         "what is replicated is large, a warning if it is near another, else info",
     ),
-    "unnamed": CheckRow(
+    "unnamed": (
         "error, warning, info",
         "leaves without logical axis names; info if they are not large together. A warning for "
         "leaves with fewer names than dimensions",
     ),
-    "nnx-value": CheckRow(
+    "nnx-value": (
         "error",
         "rules that match leaves of flax nnx only through the `value` in which all their paths end",
     ),
-    "dead": CheckRow("warning, info", "rules that match no leaf; info for logical rules"),
-    "shadowed": CheckRow("warning", "rules that match leaves, all of which earlier rules win"),
-    "uncut": CheckRow("warning", "leaves that a mesh axis could cut, as it cuts others like them"),
-    "unused-axis": CheckRow(
+    "dead": ("warning, info", "rules that match no leaf; info for logical rules"),
+    "shadowed": ("warning", "rules that match leaves, all of which earlier rules win"),
+    "uncut": ("warning", "leaves that a mesh axis could cut, as it cuts others like them"),
+    "unused-axis": (
         "warning, info",
         "mesh axes that cut no leaf and are not declared to be for data; info if little could be "
         "saved by them, or only rules for no leaf name them",
     ),
-    "unmatched": CheckRow("error", "leaves that no rule matches"),
-    "misfit": CheckRow("error", "leaves that cannot be sharded as their rule says"),
-    "correction": CheckRow(
+    "unmatched": ("error", "leaves that no rule matches"),
+    "misfit": ("error", "leaves that cannot be sharded as their rule says"),
+    "correction": (
         "warning, info",
         "axes of a rule's spec that leaves do not get, because of their shapes or the mesh; info "
         "if that costs less than `large`, or if devices share single units",
     ),
-    "unknown-axis": CheckRow("error", "axes that rules name and the mesh lacks"),
+    "unknown-axis": ("error", "axes that rules name and the mesh lacks"),
 }
-"""The kinds of findings of `Plan.check`."""
+"""The kinds of findings of `Plan.check`: their levels, the usual one first; what they are about."""
 
 
 def finding(
@@ -109,7 +100,7 @@ def finding(
 ) -> Finding:
     """Return a finding about these leaves; its level is the usual one of its kind, or this."""
     parts = [*folded]
-    usual: Any = KINDS[kind].levels.partition(",")[0]
+    usual: Any = KINDS[kind][0].partition(",")[0]
     paths = tuple([part.pattern for part in parts])
     fields = {"paths": paths, "leaves": leaves_in(parts), **fields}
     return Finding(level or usual, kind, message, fix, **fields)
