@@ -16,17 +16,9 @@ import shardrules as sr
 from shardrules._base.rule_specs import LibraryCorrection
 from shardrules.compat import flax_core_meta, flax_linen_spmd
 
-RULES = sr.LogicalRules(
-    [
-        ("batch", "dp"),
-        ("vocab", "tp"),
-        ("embed", "fsdp"),
-        ("mlp", "tp"),
-        ("heads", "tp"),
-        ("heads", "fsdp"),
-        ("kv", None),
-    ]
-)
+RULES = sr.LogicalRules([
+    ("batch", "dp"), ("vocab", "tp"), ("embed", "fsdp"), ("mlp", "tp"), ("heads", "tp"), ("heads", "fsdp"), ("kv", None),
+])  # fmt: skip
 MESH = {"dp": 1, "fsdp": 2, "tp": 4}
 ARRAYS = {
     "wte": ((512, 64), ("vocab", "embed")),

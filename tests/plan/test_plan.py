@@ -416,15 +416,8 @@ def test_arrays_are_let_go():
     device_array = jax.numpy.ones((4, 4))
     alive.append(weakref.ref(device_array))
     plan = sr.plan({**tree, "c": device_array}, [("", "tp")], {"tp": 2})
-    for use in (
-        plan.check,
-        plan.specs,
-        plan.shardings,
-        plan.abstract,
-        plan.lock,
-        plan.sweep,
-        plan.coverage.dead.__len__,
-    ):
+    uses = (plan.check, plan.specs, plan.shardings, plan.abstract, plan.lock, plan.sweep, plan.coverage.dead.__len__)
+    for use in uses:
         use()
     assert len(plan) == 5
     del tree, device_array

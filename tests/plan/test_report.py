@@ -30,22 +30,12 @@ from tests.support.slow import slow, some
 
 MESH = {"fsdp": 64, "sp": 1, "tp": 8}
 HOSTILE = [
-    "<script>window.hacked=1</script>",
-    "</script><script>window.hacked=1</script>",
-    "<img src=x onerror=window.hacked=1>",
-    '<a href="javascript:window.hacked=1">click</a>',
-    "<b>bold</b>&lt;i&gt;&amp;",
-    "\"double\" 'single' `back` ${window.hacked=1} %{label} $1",
-    "line\nbreak\r\ttab\u2028line\u2029paragraph",
-    "<!--<script>",
-    "]]>",
-    "ünïcode-层-🎉-\u202eright to left",
-    "__proto__",
-    "constructor",
-    "nul\0byte",
-    "lone\ud800surrogate",
-    "{0..2}",
-]
+    "<script>window.hacked=1</script>", "</script><script>window.hacked=1</script>",
+    "<img src=x onerror=window.hacked=1>", '<a href="javascript:window.hacked=1">click</a>',
+    "<b>bold</b>&lt;i&gt;&amp;", "\"double\" 'single' `back` ${window.hacked=1} %{label} $1",
+    "line\nbreak\r\ttab\u2028line\u2029paragraph", "<!--<script>", "]]>", "ünïcode-层-🎉-\u202eright to left",
+    "__proto__", "constructor", "nul\0byte", "lone\ud800surrogate", "{0..2}",
+]  # fmt: skip
 
 
 def finding(**changes):
