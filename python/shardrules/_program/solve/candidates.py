@@ -214,17 +214,15 @@ def compiled(rows: Iterable[Contender], topology: Topology | None) -> Iterator[C
     def asked(row: Contender) -> tuple[Contender, AskedProof]:
         mesh, step = mesh_to_compile(row, topology), row.search.space.step
         assert mesh is not None
-        args = list(step._trees)
         specs = specs_of(step, row.spread).values()
-        leaves, structure = tree_util.tree_flatten(tuple(args))
+        leaves, structure = tree_util.tree_flatten(step._trees)
         placed = [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
             for leaf, spec in zip(leaves, specs, strict=True)
         ]
         args = list(tree_util.tree_unflatten(structure, placed))
         args[step._place] = plan_of(step, row.spread, mesh)
-        function = constrained_step(step, row.spread, mesh)
-        return row, AskedProof(function, tuple(args), on=mesh)
+        return row, AskedProof(constrained_step(step, row.spread, mesh), tuple(args), on=mesh)
 
     for row, proof in asked_in_order(rows, asked):
         assert proof is not None

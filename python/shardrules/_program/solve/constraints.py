@@ -21,7 +21,6 @@ from shardrules._program.solve.spread import PRODUCTS
 from shardrules._program.step.equations import (
     BODIES,
     CONSTRAINTS,
-    bodies_of,
     constrains,
     inner_jaxpr,
     open_jaxpr,
@@ -291,11 +290,10 @@ class _Writer:
         if inner is not None:
             name = next(name for name, value in params.items() if value is inner)
             params[name] = self.closed(inner, site)
-        written = [self.closed(within, (*site, n)) for n, (_, within) in enumerate(bodies_of(eqn))]
-        if eqn.primitive.name == "cond":
-            params["branches"] = tuple(written)
-        elif written:
-            params[BODIES[eqn.primitive.name]] = written[0]
+        if name := BODIES.get(eqn.primitive.name, ""):
+            bodies = params[name] if name == "branches" else (params[name],)
+            written = tuple(self.closed(body, (*site, n)) for n, body in enumerate(bodies))
+            params[name] = written if name == "branches" else written[0]
         return params
 
     def _constraint(self, eqn: Any, var: Any, spec: PartitionSpec) -> Any:

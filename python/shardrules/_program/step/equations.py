@@ -161,7 +161,8 @@ class Equations:
             if inner is not None:
                 arguments = self._numbered(eqn, read)
                 if is_barred(eqn):  # XLA does not take what is recomputed for the first
-                    rule = same_rule(self.values[i].shape for i in arguments)
+                    shapes = [self.values[i].shape for i in arguments]
+                    rule = same_rule(Rule({}, shapes, shapes))
                     passed = self._like(eqn.invars, arguments)
                     operations.append(TracedOperation(eqn, rule, [*arguments], passed, self._scope))
                     arguments = passed
@@ -344,8 +345,8 @@ Cuts = tuple[tuple[str, ...], ...]
 CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard"})
 # What changes no element of an index.
 _UNCHANGED: Final = frozenset({"convert_element_type", "copy"})
-BODIES: Final = {"scan": "jaxpr", "while": "body_jaxpr"}
-"""The parameter that has the jaxpr of a loop."""
+BODIES: Final = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches"}
+"""The parameter that has the jaxpr of a loop, or those of branches."""
 
 
 def open_jaxpr(closed: Any) -> Any:
@@ -388,14 +389,6 @@ def constrains(eqn: Any) -> bool:
         mesh = getattr(eqn.params.get("dst_sharding"), "mesh", None)
         return any("Auto" not in str(kind) for kind in getattr(mesh, "axis_types", ("",)))
     return bool(eqn.primitive.name == "sharding_constraint")
-
-
-def bodies_of(eqn: Any) -> list[tuple[str, Any]]:
-    """Return (name of the parameter, jaxpr) of what a loop or branch runs."""
-    name = eqn.primitive.name
-    if name == "cond":
-        return [("branches", branch) for branch in eqn.params["branches"]]
-    return [(BODIES[name], eqn.params[BODIES[name]])] if name in BODIES else []
 
 
 def cuts_of_specs(params: Any, side: str) -> Iterable[Cuts]:

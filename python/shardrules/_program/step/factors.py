@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from math import gcd, prod
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from shardrules._program.work import window_pairs
 
@@ -109,11 +109,8 @@ def rule_of(eqn: Any, counted: Counted = _NONE) -> Rule | None:
         >>> rule.sizes, rule.operands, rule.results, rule.summed, rule.flops
         ([8, 64, 32], (((0,), (1,)), ((1,), (2,))), (((0,), (2,)),), {1}, 32768)
     """
-    name = eqn.primitive.name
     shapes, results = ([shape_of(var) for var in vars_] for vars_ in (eqn.invars, eqn.outvars))
-    if name in _ELEMENTWISE:
-        return _elementwise(tuple(shapes), tuple(results))
-    make = _RULES.get(name)
+    make = _RULES.get(eqn.primitive.name)
     return make and make(Rule(eqn.params, shapes, results, counted))
 
 
@@ -274,19 +271,14 @@ def _convolution(op: Rule) -> Rule:
     return op.of([left, right], [result])
 
 
-class _Indexed(NamedTuple):
-    """Factors of what gather and scatter index."""
+def _indexed(
+    op: Rule, batching: str, dropped: str, columns: str, window: str
+) -> tuple[list[Factors], list[Factors], dict[int, int], list[int]]:
+    """Read a gather or scatter by the names that it has for its dimension numbers.
 
-    operand: list[Factors]
-    indices: list[Factors]
-    window: dict[int, int]
-    """Dimensions of the operand by those of the windows."""
-    looked_up: list[int]
-    """Dimensions of the operand of which indices choose the rows."""
-
-
-def _indexed(op: Rule, batching: str, dropped: str, columns: str, window: str) -> _Indexed:
-    """Read the factors by the names that a primitive has for its dimension numbers."""
+    Return the factors of the operand and of the indices, the dimensions of the operand by those of
+    the windows, and those of which indices choose the rows.
+    """
     numbers = op.params["dimension_numbers"]
     operand, indices = op.dimensions(op.shapes[0]), op.dimensions(op.shapes[1])
     gone = getattr(numbers, dropped)
@@ -300,7 +292,7 @@ def _indexed(op: Rule, batching: str, dropped: str, columns: str, window: str) -
             batch.append(dim)
     kept = [dim for dim in range(len(operand)) if dim not in {*gone, *batch}]
     places = dict(zip(getattr(numbers, window), kept, strict=True))
-    return _Indexed(operand, indices, places, [dim for dim in gone if dim not in batch])
+    return operand, indices, places, [dim for dim in gone if dim not in batch]
 
 
 _OF_GATHER: Final = (
@@ -419,10 +411,6 @@ def _last(count: int, op: Rule) -> Rule:
     return op.of(map(dimensions, op.shapes), map(dimensions, op.made))
 
 
-def _fourier(op: Rule) -> Rule:
-    return _last(len(op.params["fft_lengths"]), op)
-
-
 def _new(op: Rule) -> Rule:
     """Return the rule of what is made from nothing, or from a key."""
     operands = list(map(op.dimensions, op.shapes))
@@ -437,21 +425,13 @@ def _across(op: Rule) -> Rule:
     return (_cut if is_alike else _new)(op)
 
 
-def same_rule(shapes: Iterable[Shape]) -> Rule:
+def same_rule(op: Rule) -> Rule:
     """Return the rule of what gives back each of its operands, changed in no dimension."""
-    return _same(Rule({}, [*shapes], [*shapes]))
-
-
-def _same(op: Rule) -> Rule:
     operands, op.is_identity = list(map(op.dimensions, op.shapes)), True
     return op.of(operands, operands[: len(op.made)])
 
 
-def _names_in(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_ELEMENTWISE: Final = _names_in(
+_BY_NAME: Final[dict[str, Callable[[Rule], Rule]]] = {
     """exp exp2 expm1 log log1p log2 logistic tanh sin cos tan asin acos atan atan2 sinh cosh asinh
     acosh atanh sqrt rsqrt cbrt pow erf erfc erf_inv lgamma digamma bessel_i0e bessel_i1e
     copy copy_p stop_gradient name bitcast_convert_type pvary reduce_precision select_n
@@ -460,9 +440,7 @@ _ELEMENTWISE: Final = _names_in(
     clamp convert_element_type integer_pow square one_minus_square nextafter real imag
     complex conj population_count clz threefry2x32 mulhi regularized_incomplete_beta igamma igammac
     igamma_grad_a random_gamma_grad random_gamma polygamma zeta to_edtype from_edtype tie
-    reciprocal"""
-)
-_BY_NAME: Final[dict[str, Callable[[Rule], Rule]]] = {
+    reciprocal""": lambda op: _elementwise(tuple(op.shapes), tuple(op.made)),
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
     "reshape": _reshape,
@@ -487,7 +465,7 @@ _BY_NAME: Final[dict[str, Callable[[Rule], Rule]]] = {
     "sort": partial(_along, "dimension"),
     "cumsum cumprod cummax cummin cumlogsumexp": partial(_along, "axis"),
     "top_k approx_top_k": partial(_last, 1),
-    "fft": _fourier,
+    "fft": lambda op: _last(len(op.params["fft_lengths"]), op),
     """cholesky triangular_solve eigh qr lu svd householder_product schur
     tridiagonal_solve""": partial(_last, 2),
     """iota rng_bit_generator rng_uniform random_bits random_seed random_wrap random_unwrap
@@ -495,7 +473,7 @@ _BY_NAME: Final[dict[str, Callable[[Rule], Rule]]] = {
     platform_index lu_pivots_to_permutation""": _new,
     """sharding_constraint reshard mesh_cast optimization_barrier device_put layout_constraint
     reduce_vma vary_unreduced_cast pbroadcast ppermute psum psum2 psum_invariant pmax
-    pmin with_memory_space_constraint xla_metadata_value pin unpin reduced_vary_cast""": _same,
+    pmin with_memory_space_constraint xla_metadata_value pin unpin reduced_vary_cast""": same_rule,
     "all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all": _across,
 }
 _RULES: Final = {name: rule for names, rule in _BY_NAME.items() for name in names.split()}
