@@ -186,6 +186,8 @@ def test_a_ring_sends_all_but_its_own_part_and_of_a_sum_twice_that():
     sent = Machine(NODE, {"dp": 2, "tp": 4}).sent
     assert sent("all-reduce", ["tp"], PAYLOAD) == 2 * PAYLOAD * 3 / 4
     assert sent("all-gather", ["dp"], PAYLOAD) == PAYLOAD / 2
+    # Of what a device exchanges with all 63 others, what goes to the 56 in other nodes.
+    assert Machine(NODE, {"dp": 64}).seconds("all-to-all", ["dp"], 63) == pytest.approx(56 / 1e10)
 
 
 @pytest.mark.parametrize(

@@ -135,11 +135,16 @@ def test_bytes_and_memory_are_the_compilers(few):
     assert "as compiled, the best of" in solution.summary
 
 
-def test_fsdp_and_the_layout_of_the_program_are_among_those_compiled_and_what_is_the_same_once():
+@pytest.mark.parametrize("says", ["argument", "jit", "constraint"])
+def test_fsdp_and_the_layout_of_the_program_are_among_those_compiled_and_what_is_the_same_once(says):
     sizes = {"fsdp": 2, "tp": 2}
     plan = sr.plan(TREE, [("up", P("fsdp", "tp")), ("down", P("tp", "fsdp"))], devices(2, 2))
-    x = shape(FEW, 512, sharding=NamedSharding(plan.mesh, P("fsdp")))
-    step = sr.trace(jax.jit(train), plan, x)
+    cut = NamedSharding(plan.mesh, P("fsdp"))
+    constrained = lambda params, x: train(params, jax.lax.with_sharding_constraint(x, cut))  # noqa: E731
+    jitted = jax.jit(
+        constrained if says == "constraint" else train, in_shardings=(None, cut if says == "jit" else None)
+    )
+    step = sr.trace(jitted, plan, shape(FEW, 512, **({"sharding": cut} if says == "argument" else {})))
     search = Search(step, sizes, sr.Hardware.named("v5p"), 10**12)
     entries = shortlist(best_of([search])[0], [search])
     assert [row.what for row in entries][:3] == ["the best by prediction", "FSDP", "as in the program"]
