@@ -184,8 +184,8 @@ def table_of_candidates(rows: Sequence[Candidate]) -> Table:
     cells = []
     for row in rows:
         costs = ([row.compiled] if is_compiled else []) + [row.predicted]
-        shown = zip(*map(_shown, costs), strict=True)
-        cells.append([row.what, mesh_shown(row.mesh), *chain(*shown), row.refusal])
+        columns = zip(*map(_shown, costs), strict=True)
+        cells.append([row.what, mesh_shown(row.mesh), *chain(*columns), row.refusal])
     numbers = (Column(head, is_right=True) for head in chain(*heads))
     return Table([Column("layout"), Column("mesh"), *numbers, Column("")], cells)
 

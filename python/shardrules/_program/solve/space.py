@@ -73,9 +73,10 @@ class Space:
         """Bytes of an array on a device, by its number and cuts."""
         self.fixed = self._facts()
         """Cuts of arrays that are not chosen."""
-        every = [axes for n in range(len(self.sizes) + 1) for axes in combinations(self.sizes, n)]
-        self.values = {STORED: every} | {
-            name: [axes for axes in every if dims.sizes[name] % self.count(axes) == 0]
+        counts = range(len(self.sizes) + 1)
+        subsets = [axes for n in counts for axes in combinations(self.sizes, n)]
+        self.values = {STORED: subsets} | {
+            name: [axes for axes in subsets if dims.sizes[name] % self.count(axes) == 0]
             for name in self._large_classes()
         }
         """The sets of axes from which each variable is chosen."""
@@ -239,9 +240,9 @@ class Space:
         """Return the cuts that arguments, the jitted step or constraints give arrays."""
         step, inputs = self.step, self.equations.body.inputs
         leaves = [leaf for tree in step._trees for leaf in inputs_of(tree, step._function)]
-        own = [getattr(leaf, "sharding", None) for leaf in leaves]
+        of_leaves = [getattr(leaf, "sharding", None) for leaf in leaves]
         by_call = () if step._call is None else step._call.params.get("in_shardings", ())
-        written = [*zip(inputs, own, strict=True)]
+        written = [*zip(inputs, of_leaves, strict=True)]
         written += zip(inputs, by_call, strict=True) if len(by_call) == len(inputs) else ()
         constraints = (row for row, _ in self.equations.everything() if constrains(row.eqn))
         for row in constraints:

@@ -35,7 +35,7 @@ class Rule:
     """Of the equation."""
     shapes: list[Shape]
     """Of the operands."""
-    made: list[Shape]
+    result_shapes: list[Shape]
     """Shapes of the results."""
     counted: Counted = field(default_factory=lambda: _NONE)  # Python 3.11 takes no other
     sizes: list[int] = field(default_factory=list)
@@ -131,7 +131,9 @@ def _alike(op: Rule, shape: Shape, whole: Iterable[int] = ()) -> Rule:
     """
     factors = op.dimensions(shape)
     op.keep_whole(factors[dim] for dim in whole)
-    return op.of(*([_of_shape(factors, s) for s in arrays] for arrays in (op.shapes, op.made)))
+    return op.of(
+        *([_of_shape(factors, s) for s in arrays] for arrays in (op.shapes, op.result_shapes))
+    )
 
 
 def _of_shape(factors: list[Factors], shape: Shape) -> list[Factors]:
@@ -140,9 +142,9 @@ def _of_shape(factors: list[Factors], shape: Shape) -> list[Factors]:
 
 
 def _broadcast(op: Rule) -> Rule:
-    factors = op.dimensions(op.made[0])
+    factors = op.dimensions(op.result_shapes[0])
     pairs = zip(op.shapes[0], op.params["broadcast_dimensions"], strict=True)
-    operand = [factors[dim] if size == op.made[0][dim] else () for size, dim in pairs]
+    operand = [factors[dim] if size == op.result_shapes[0][dim] else () for size, dim in pairs]
     return op.of([operand], [factors])
 
 
@@ -153,9 +155,9 @@ def _transpose(op: Rule) -> Rule:
 
 def _reshape(op: Rule) -> Rule:
     """Split both shapes into their greatest common factors, from the major end."""
-    before, after = op.shapes[0], op.made[0]
+    before, after = op.shapes[0], op.result_shapes[0]
     if 0 in before:
-        return op.of(map(op.dimensions, op.shapes), map(op.dimensions, op.made))
+        return op.of(map(op.dimensions, op.shapes), map(op.dimensions, op.result_shapes))
     operand: list[Factors] = [() for _ in before]
     result: list[Factors] = [() for _ in after]
     i = j = 0
@@ -198,7 +200,7 @@ def _reduce(op: Rule) -> Rule:
     factors = op.dimensions(shape)
     op.summed.update(f for dim in axes for f in factors[dim])
     rest = [f for dim, f in enumerate(factors) if dim not in axes]
-    return op.of([_of_shape(factors, s) for s in op.shapes], [rest for _ in op.made])
+    return op.of([_of_shape(factors, s) for s in op.shapes], [rest for _ in op.result_shapes])
 
 
 def _dot(op: Rule) -> Rule:
@@ -208,7 +210,7 @@ def _dot(op: Rule) -> Rule:
     result = [lhs[dim] for dim in left_batch]
     result += [f for i, f in enumerate(lhs) if i not in (*left_batch, *left_summed)]
     result += [f for j, f in enumerate(rhs) if j not in (*right_batch, *right_summed)]
-    op.flops = 2 * prod(op.made[0]) * prod(op.shapes[0][dim] for dim in left_summed)
+    op.flops = 2 * prod(op.result_shapes[0]) * prod(op.shapes[0][dim] for dim in left_summed)
     return op.of([lhs, rhs], [result])
 
 
@@ -240,13 +242,13 @@ def _ragged_dot(op: Rule) -> Rule:
     rest = [f for i, f in enumerate(lhs) if i not in left_both]
     rest += [f for j, f in enumerate(rhs) if j not in (*right_both, *group)]
     result = [*[experts][:has_experts], *[lhs[i] for i in left_batch], *rest]
-    flops = 2 * prod(op.made[0]) * prod(op.shapes[0][i] for i in left_summed)
+    flops = 2 * prod(op.result_shapes[0]) * prod(op.shapes[0][i] for i in left_summed)
     op.flops = flops // (count if has_experts else 1)
     return op.of([lhs, rhs, [*[()] * (len(op.shapes[2]) - 1), experts]], [result])
 
 
 def _convolution(op: Rule) -> Rule:
-    params, (shape, kernel), (out_shape,) = op.params, op.shapes, op.made
+    params, (shape, kernel), (out_shape,) = op.params, op.shapes, op.result_shapes
     lhs, rhs, out = params["dimension_numbers"]
     groups = params["feature_group_count"]
     left, right, result = map(op.dimensions, (shape, kernel, out_shape))
@@ -308,7 +310,7 @@ def _gather(op: Rule) -> Rule:
     operand, indices, window, looked_up = _indexed(op, *_OF_GATHER)
     rows = iter(indices[:-1])
     result: list[Factors] = []
-    for place, size in enumerate(op.made[0]):
+    for place, size in enumerate(op.result_shapes[0]):
         if place not in window:
             result.append(next(rows))
             continue
@@ -343,7 +345,7 @@ def _scatter(op: Rule) -> Rule:
 
 def _cut(op: Rule) -> Rule:
     """Return the rule of slices and pads: a dimension of another size is another one."""
-    pairs = [op.apart(*sizes) for sizes in zip(op.shapes[0], op.made[0], strict=True)]
+    pairs = [op.apart(*sizes) for sizes in zip(op.shapes[0], op.result_shapes[0], strict=True)]
     return op.of([[first for first, _ in pairs]], [[second for _, second in pairs]])
 
 
@@ -360,7 +362,7 @@ def _update(op: Rule) -> Rule:
 
 def _concatenate(op: Rule) -> Rule:
     dim = op.params["dimension"] if "dimension" in op.params else op.params["axis"]
-    result = op.dimensions(op.made[0])
+    result = op.dimensions(op.result_shapes[0])
     op.whole.update(result[dim])
     operands = []
     for shape in op.shapes:
@@ -376,12 +378,12 @@ def _unstack(op: Rule) -> Rule:
     axis = op.params["axis"] % len(factors)
     op.whole.update(factors[axis])
     rest = [f for dim, f in enumerate(factors) if dim != axis]
-    return op.of([factors], [rest for _ in op.made])
+    return op.of([factors], [rest for _ in op.result_shapes])
 
 
 def _reversed(make: Callable[[Rule], Rule], op: Rule) -> Rule:
     """Return the rule of an operation that undoes another."""
-    rule = make(Rule(op.params, op.made, op.shapes))
+    rule = make(Rule(op.params, op.result_shapes, op.shapes))
     rule.operands, rule.results = rule.results, rule.operands
     return rule
 
@@ -408,7 +410,7 @@ def _last(count: int, op: Rule) -> Rule:
         op.keep_whole(rest)
         return [*lead[: len(shape)], *rest]
 
-    return op.of(map(dimensions, op.shapes), map(dimensions, op.made))
+    return op.of(map(dimensions, op.shapes), map(dimensions, op.result_shapes))
 
 
 def _new(op: Rule) -> Rule:
@@ -416,19 +418,19 @@ def _new(op: Rule) -> Rule:
     operands = list(map(op.dimensions, op.shapes))
     for dims in operands:
         op.keep_whole(dims)
-    return op.of(operands, map(op.dimensions, op.made))
+    return op.of(operands, map(op.dimensions, op.result_shapes))
 
 
 def _across(op: Rule) -> Rule:
     """Return the rule of what goes between devices, in the code of one of them."""
-    is_alike = list(map(len, op.shapes)) == list(map(len, op.made)) and len(op.shapes) == 1
+    is_alike = list(map(len, op.shapes)) == list(map(len, op.result_shapes)) and len(op.shapes) == 1
     return (_cut if is_alike else _new)(op)
 
 
 def same_rule(op: Rule) -> Rule:
     """Return the rule of what gives back each of its operands, changed in no dimension."""
     operands, op.is_identity = list(map(op.dimensions, op.shapes)), True
-    return op.of(operands, operands[: len(op.made)])
+    return op.of(operands, operands[: len(op.result_shapes)])
 
 
 _BY_NAME: Final[dict[str, Callable[[Rule], Rule]]] = {
@@ -440,7 +442,7 @@ _BY_NAME: Final[dict[str, Callable[[Rule], Rule]]] = {
     clamp convert_element_type integer_pow square one_minus_square nextafter real imag
     complex conj population_count clz threefry2x32 mulhi regularized_incomplete_beta igamma igammac
     igamma_grad_a random_gamma_grad random_gamma polygamma zeta to_edtype from_edtype tie
-    reciprocal""": lambda op: _elementwise(tuple(op.shapes), tuple(op.made)),
+    reciprocal""": lambda op: _elementwise(tuple(op.shapes), tuple(op.result_shapes)),
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
     "reshape": _reshape,

@@ -172,9 +172,9 @@ class Slices:
         """
         chips = tuple(counts[: len(self.shape)])
         varied = [i for i, count in enumerate(chips) if count > 1]
-        whole = [i for i in varied if chips[i] == self.shape[i]]
-        rings = [i for i in whole if self._is_ring(i)]
-        word = "split" if whole != varied else "ring" if rings == varied else "line"
+        uncut = [i for i in varied if chips[i] == self.shape[i]]
+        rings = [i for i in uncut if self._is_ring(i)]
+        word = "split" if uncut != varied else "ring" if rings == varied else "line"
         share = min(1.0, (len(varied) + len(rings) or 2) / 2 / len(self.shape))
         summed: tuple[str, ...] = ()
         if self.slices == 1 and chips == self.shape and prod(chips) >= _LARGE:
