@@ -47,6 +47,9 @@ def stack(names, shape, rename, whole):
     return arrays, [rename], {"y": whole(list(arrays.values()))}
 
 
+QKV = {
+    f"l.{i}.{part}": numbers(n, 8, start=100 * i + n) for i in range(3) for part, n in (("q", 8), ("k", 4), ("v", 4))
+}
 # Arrays, renames, what numpy makes of them; and whether the renames go back.
 CASES = {
     "as it is": (*one((8, 4), None, lambda x: x), True),
@@ -77,6 +80,9 @@ CASES = {
     "layers and experts": (*stack([f"l.{i}.e.{e}.w" for i in range(3) for e in range(4)], (8, 4),
         sr.Rename("l.{layer}.e.{expert}.w", "y", "out in -> layer expert in out"),
         lambda all: np.stack([x.T for x in all]).reshape(3, 4, 4, 8)), True),
+    "layers of parts of several sizes": (
+        QKV, [sr.Rename("l.{i}.{part:q|k|v}", "y", "out in -> i in (part out)", {"out": (8, 4, 4)})],
+        {"y": np.stack([np.concatenate([QKV[f"l.{i}.{part}"].T for part in "qkv"], 1) for i in range(3)])}, True),
     "joined by numbers": (*stack([f"p.{i}" for i in range(3)], (8, 16),
         sr.Rename("p.{i}", "y", "out in -> in (i out)", sizes={"out": 8}),
         lambda all: np.concatenate([x.T for x in all], 1)), True),

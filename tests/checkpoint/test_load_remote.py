@@ -80,10 +80,13 @@ def test_near_ranges_are_one_of_one_request(arrays):
 
 
 def test_far_and_long_ranges_are_requests_of_their_own(arrays, monkeypatch):
-    monkeypatch.setattr(units, "_READ", 7000)
-    check(load(), arrays)
-    assert all(end - begin <= 14_000 for ranges in Faulty.ranges[1:] for begin, end in ranges)
-    assert sum(map(len, Faulty.ranges)) > 10
+    for most, only, names, count in ((7000, None, arrays, 12), (30_000, "w[05]", ["w0", "w5"], 2)):
+        monkeypatch.setattr(units, "_READ", most)
+        Faulty.ranges.clear()
+        check(load(only=only), {name: arrays[name] for name in names})
+        of_data = [end - begin for ranges in Faulty.ranges[1:] for begin, end in ranges]
+        assert len(of_data) >= count
+        assert max(of_data) <= 14_000
 
 
 @pytest.mark.parametrize(
