@@ -124,6 +124,11 @@ def products_in_another_order(kernel, x):
     return constrained(x.T @ jnp.tanh(x)) @ kernel[:, :16]
 
 
+def a_sum_that_is_returned(kernel, x):
+    total = constrained(x.T @ jnp.tanh(x))
+    return total, total @ kernel[:, :16]
+
+
 def kernel_cut_by_its_rows(kernel, x):
     hidden = constrained(jnp.tanh(x @ kernel[:, :256].T), "data", "tp")
     return constrained(hidden @ kernel, "data")
@@ -140,6 +145,7 @@ OF_FUNCTIONS = [
     ("trips", summed_in_each_trip, P(), P(), "all-reduce"),
     ("early", products_in_another_order, P(), P("data"), "all-reduce"),
     ("partial", products_in_the_only_order, P(), P("data"), "all-reduce"),
+    ("batch", a_sum_that_is_returned, P(), P("data"), "all-reduce"),
     ("turned", kernel_cut_by_its_rows, P("tp"), P("data"), "all-reduce"),
 ]
 

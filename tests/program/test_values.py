@@ -158,6 +158,7 @@ def test_origins(computation, name, origin):
 def test_each_result_of_a_collective_of_several_is_made_of_its_own_operand():
     values = Values(Hlo(ASYNCHRONOUS))
     first, second = values.of("main", "two")
+    assert values.shapes[only(values, "main", "agd")].dims == (8, 8)  # a start has its operand, too
     assert [Facts(values).origins[node] for node in (first, second)] == [Origin(2, 4), Origin(1)]
     assert values.outputs == [*values.of("main", "held"), *values.of("main", "total"), first]
 

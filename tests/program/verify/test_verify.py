@@ -339,6 +339,20 @@ def test_a_state_that_comes_out_in_another_dtype(batch):
     assert "in as float32, out as bfloat16" in finding.message
 
 
+def test_a_result_of_other_shapes_is_no_state(batch):
+    compiled = jax.jit(lambda t: {"w": t["w"].astype("bfloat16")[:8]}, donate_argnums=0).lower({"w": batch}).compile()
+    assert not found(sr.verify(compiled, (None,)), "fixed-point")
+
+
+def test_a_large_result_that_is_no_state_is_told_and_a_state_is_no_batch(mesh):
+    jitted = jax.jit(lambda state, x: (state + 1, x * 2), donate_argnums=0)
+    compiled = jitted.lower(array(mesh, "model"), array(mesh, "data", dims=(64, 64))).compile()
+    planned = (P("model"), None), (P("model"), None)
+    (finding,) = sr.verify(compiled, *planned, large=8192)
+    assert (finding.level, finding.kind, finding.paths) == ("info", "output", ("outputs/1",))
+    assert sr.inspect(compiled, *planned).batch_axes == {"data"}
+
+
 def test_of_alike_arguments_that_at_the_same_place_is_the_state(mesh):
     def function(old, new):
         return jax.tree.map(jnp.sin, old), jax.tree.map(jnp.cos, new)
