@@ -15,13 +15,12 @@ from importlib import import_module
 from importlib.metadata import version
 from inspect import Signature
 from itertools import accumulate, chain, pairwise
-from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
 from jax import Array, ShapeDtypeStruct, tree_util
 from jax.sharding import PartitionSpec, Sharding
-from jax.stages import Compiled, Lowered
+from jax.stages import Compiled
 
 from shardrules._base.specs import is_partition_spec
 from shardrules._base.text import counted, printable, shown
@@ -324,20 +323,14 @@ class StoredProgram:
         self.input_shardings = self.in_tree.unflatten(inputs)
         self.output_shardings = self.out_tree.unflatten(outputs)
         self._text = text
-        self._peak = peak
+        self.totals = live.totals(peak)
         self.live = live
 
     def as_text(self) -> str:
         """Return the optimized module."""
         return self._text
 
-    def memory_analysis(self) -> Any:
-        """Return the bytes that a device needs, as far as they are read of JAX's own."""
-        sizes = {f"{name}_size_in_bytes": size for name, size in self.live.sizes().items()}
-        return SimpleNamespace(**sizes, total_allocation_bytes=self._peak)
-
 
 def inner_of(lowered: Any) -> Any:
-    """Return JAX's own Lowered, also behind one of flax or equinox; None of anything else."""
-    inner = getattr(lowered, "lowered", lowered)
-    return inner if isinstance(inner, Lowered) else None
+    """Return JAX's own Lowered, also behind one of flax or equinox."""
+    return getattr(lowered, "lowered", lowered)
