@@ -56,6 +56,7 @@ def test_a_mesh_of_a_slice_has_its_links(monkeypatch):
     monkeypatch.setattr(sr.Topology, "_whole_and_split", lambda *_: ([sizes], []))
     chosen = sr.solve(step, topology)
     assert (solution.compiled, solution.specs) == (chosen.compiled, chosen.specs)
+    assert "share the links" not in solution.summary + chosen.summary
     assert sr.solve(step, sizes, hardware="v5e").bound != solution.bound
 
 
