@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base.specs import Entries, entries_of, entries_of_cuts, entry_axes
+from shardrules._base.text import seconds_shown
 from shardrules._plan.suggest.draft import MOST_RULES
 from shardrules._program.solve import candidates
 from shardrules._program.solve import solution as solving
@@ -168,6 +169,9 @@ def test_the_answer_is_the_best_as_compiled_and_not_as_predicted(few, monkeypatc
     assert solution.candidates[0].predicted.seconds == most > least
     assert solution.compiled.seconds == min(row.compiled.seconds for row in solution.candidates)
     assert solution.gap == 0  # of predictions
+    answer, *_ = solution.candidates
+    row = next(line for line in str(solution).splitlines() if line.startswith(answer.what))
+    assert all(seconds_shown(cost.seconds) in row for cost in (answer.compiled, answer.predicted))
 
 
 def refuse():
