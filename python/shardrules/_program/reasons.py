@@ -623,7 +623,8 @@ _TABLE: Final[Mapping[str, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
         ("sliced", lambda row: row.is_called and row.is_sliced),
         ("trips", lambda row: row.is_called and row.is_carried),
         ("called", lambda row: row.is_called),
-        ("early", lambda row: row.is_early),
+        # Sums along other axes, of gradients of activations, are in no order that a user chose.
+        ("early", lambda row: row.is_batch and row.is_early),
         # Sums along an axis of the batch without a kernel are of statistics, of gradients on their
         # way to a table, and of keys whose queries are on other devices.
         ("batch", lambda row: row.is_batch and row.has_planned_factor and not row.is_cheap),
