@@ -265,6 +265,10 @@ def too_large(mesh: Any) -> Any:
     return of_arrays(mesh, lambda x: jnp.broadcast_to(x, (2**32, 2**10)) * 2, ((2**10,), "float32", "fsdp"))
 
 
+def too_many(mesh: Any) -> Any:
+    return scaled(mesh, lambda x: x, shape=(2**32, 2**10))
+
+
 SAME_ROWS = partial(scaled, call=lambda x: x)
 INTEGERS = partial(scaled, call=numbered, dtype="int32")
 REFUSED = {
@@ -277,6 +281,7 @@ REFUSED = {
     "shapes of results": (partial(scaled, call=lambda x: x @ x.T), None, "whose results are others"),
     "no array": (lambda mesh: (jax.jit(lambda: jnp.ones(4)), ()), None, "the step needs no array on"),
     "too large": (too_large, None, r"it needs \S+ TB, of .* let step_on take its sizes"),
+    "arguments": (too_many, None, r"for its arguments it needs \S+ TB, of .* let step_on take its sizes"),
 }
 
 
@@ -296,6 +301,13 @@ def test_types_of_axes():
     explicit = (jax.sharding.AxisType.Explicit,) * 2
     mesh = jax.sharding.AbstractMesh((4, 2), tuple(SIZES), axis_types=explicit)
     assert not sr.rehearse(step_on, mesh)
+
+
+def test_a_library_that_keeps_arrays_of_the_mesh_before():
+    """JAX refused the second mesh: the sines of equinox's embedding are made once in a process."""
+    embed = pytest.importorskip("equinox").nn.RotaryPositionalEmbedding(8)
+    rows = (8, 4, 8), "float32", "fsdp"
+    assert not sr.rehearse(lambda mesh: of_arrays(mesh, jax.vmap(embed), rows), SIZES)
 
 
 def test_wide_numbers_and_how_many_devices_the_environment_says_there_are(monkeypatch):

@@ -62,7 +62,7 @@ REASONS: Final[dict[str, Cause]] = {
     "rows": Cause("rows of a planned table, looked up by number"),
     "called": Cause("called by the program, in shard_map"),
     "optimizer": Cause("an array of the optimizer, sharded otherwise where it is used"),
-    "small": Cause("statistics of a few bytes"),
+    "small": Cause("too little to ask why, such as statistics"),
     "table": Cause(
         "a planned table, gathered for a few of its rows",
         "look the rows up in the table as it is sharded: leave it without a constraint{line}; or "

@@ -264,21 +264,27 @@ def lowered_on(
         left_out.extend(names)
         return lowered
 
-    def run(*, is_free: bool = False) -> Any:
+    def run(context: AnyMesh | None, *, is_free: bool = False) -> Any:
         placed = placed_on(args, mesh, is_free=is_free)
-        if is_filter_jit(step):
-            return lowered_by_equinox(step, placed, lambda tree: placed_on((tree,), mesh)[0], lower)
-        return lower(step if hasattr(step, "lower") else jax.jit(step), *placed)
+        with in_force(context):
+            if is_filter_jit(step):
+                return lowered_by_equinox(
+                    step, placed, lambda tree: placed_on((tree,), mesh)[0], lower
+                )
+            return lower(step if hasattr(step, "lower") else jax.jit(step), *placed)
 
-    with in_force(mesh), answered(mesh) as notes:
+    with answered(mesh) as notes:
         try:
             with noted(step, args):
                 try:
-                    lowered = run()
+                    lowered = run(mesh)
                 except ValueError as error:
-                    if "does not match the sharding on the respective arg" not in str(error):
+                    if "does not match the sharding on the respective arg" in str(error):
+                        lowered = run(mesh, is_free=True)  # in_shardings: what nothing else places
+                    elif "use_abstract_mesh cannot change" in str(error):
+                        lowered = run(None)  # a library keeps arrays that it made for another mesh
+                    else:
                         raise
-                    lowered = run(is_free=True)  # in_shardings are for what nothing else places
         except ValueError as error:
             fix = next((fix for part, fix in _FIXES.items() if part in str(error).lower()), None)
             if fix is None:

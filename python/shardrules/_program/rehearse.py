@@ -129,6 +129,9 @@ def rehearse(
                 f"{what} are others, or of other shapes or dtypes; let it use the mesh for "
                 "shardings alone, and make no dimension of a device's own rows"
             )
+    forms = ((jnp.dtype(name).itemsize, prod(shape)) for name, shape in sharded.arguments)
+    if missing := _missing_memory(sum(size * count for size, count in forms)):
+        raise RuntimeError(f"the step cannot be run here: for its arguments {missing}: {_SMALLER}")
     arguments, paths = list(_drawn(sharded, args)), sharded.output_paths()
     devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(asked.size)}
     # With 64 bits arrays keep their dtypes, whatever those are.
@@ -299,11 +302,18 @@ def _runner(program: _Program, results: Sequence[_Form]) -> Callable[[Sequence[A
     devices = np.array(jax.devices("cpu")[:count]).reshape(tuple(sizes.values()))
     mesh = Mesh(devices, tuple(sizes))
     execute, bytes_each = run_module(CompilerInput(*asked), mesh, [shape for _, shape in results])
-    needed, free = bytes_each * count, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > free:
-        raise MemoryError(f"it needs {bytes_shown(needed)}, of {bytes_shown(free)}")
+    if missing := _missing_memory(bytes_each * count):
+        raise MemoryError(missing)
     shardings = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
     return lambda arrays: execute(jax.device_put(list(arrays), shardings))
+
+
+def _missing_memory(needed: int) -> str:
+    """Say that so many bytes are not free; "" if they are, or if the system does not say."""
+    if "SC_AVPHYS_PAGES" not in getattr(os, "sysconf_names", {}):  # macOS, Windows
+        return ""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return f"it needs {bytes_shown(needed)}, of {bytes_shown(free)}" if needed > free else ""
 
 
 def _is_inexact(array: Any) -> bool:
