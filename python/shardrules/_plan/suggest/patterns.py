@@ -300,9 +300,16 @@ def _is_ready(of_end: dict[Path, list[_Leaf]], leaves: list[_Leaf]) -> bool:
         if has_several or _says_little(end, of_this):
             return False
     first_leaf, *others = leaves
-    has_one = all(leaf.label == first_leaf.label for leaf in others)
-    is_literal = not any(leaf.label.is_numbered for leaf in leaves)
-    return has_one or is_literal or all(leaf.opened == first_leaf.opened for leaf in others)
+    if all(leaf.label == first_leaf.label for leaf in others):
+        return True
+    if not any(leaf.label.is_numbered for leaf in leaves):
+        return True
+    labels_of: dict[Path, set[Label]] = defaultdict(set)
+    for leaf in leaves:
+        for part in leaf.unit.numbered():
+            labels_of[part.words[-len(end) :]].add(leaf.label)
+    are_apart = all(len(labels) == 1 for labels in labels_of.values())
+    return are_apart and all(leaf.opened == first_leaf.opened for leaf in others)
 
 
 def _phrase(end: Path, leaves: list[_Leaf]) -> Phrase:
