@@ -12,6 +12,7 @@ installed the improved layouts are the answer, with the gap to a bound of the ta
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -370,7 +371,7 @@ class Search:
         if self.bound >= most * (1 - _ROUNDING):
             return
         tables = self._tables()
-        if has_solver():
+        if not missing_solver():
             self._solve(tables, most)
         else:
             least = (map(min, zip(*rows.values(), strict=True)) for rows in tables.values())
@@ -477,9 +478,13 @@ class Search:
                     self.assignment = simpler
 
 
-def has_solver() -> bool:
-    """Say whether OR-tools is installed."""
-    return find_spec("ortools") is not None
+def missing_solver() -> str:
+    """Say how to get OR-tools; "" if they are there."""
+    if find_spec("ortools") is None:
+        return "pip install ortools"
+    if "tensorflow" in sys.modules and "ortools.sat.python.cp_model" not in sys.modules:
+        return "import ortools.sat.python.cp_model before tensorflow"  # behind it, it crashes
+    return ""
 
 
 def best_of(searches: Sequence[Search]) -> tuple[Search, float]:

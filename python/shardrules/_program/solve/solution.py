@@ -45,7 +45,7 @@ from shardrules._program.solve.candidates import (
     table_of_candidates,
 )
 from shardrules._program.solve.constraints import Activation, activations, constrained_step
-from shardrules._program.solve.search import PROGRESS, Search, best_of, has_solver
+from shardrules._program.solve.search import PROGRESS, Search, best_of, missing_solver
 from shardrules._program.solve.space import STORED
 from shardrules._program.step.equations import inputs_of
 from shardrules._program.step.step import Step
@@ -113,8 +113,8 @@ class Solution:
     def summary(self) -> str:
         """Time, memory, bound and gap, in a line."""
         gap = "none takes less" if self.gap == 0 else f"at most {self.gap:.1%} from the best"
-        if self.gap and not has_solver():
-            gap += "; pip install ortools, which proves more"
+        if self.gap and (missing := missing_solver()):
+            gap += f"; {missing}, which proves more"
         costs, note = self.candidates[0].predicted, ""
         shares = self._layout.search.machine.shares_links
         links = " whose axes are taken to share the links evenly," if shares else ""
