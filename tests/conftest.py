@@ -41,7 +41,6 @@ core.global_force_seed = SEED
 
 # What JAX 0.7.2 and the peers of its day do otherwise than those of today, which these tests ask for.
 NOT_ON_JAX_0_7 = {
-    "test_logical.py::test_variables_hold_their_specs": "flax 0.12.0 has no use_eager_sharding",
     "test_flax_core.py::test_nnx_variables_keep": "metadata of Variables are others in flax 0.12.0",
     "test_flax_core.py::test_axes_of_nnx": "metadata of Variables are others in flax 0.12.0",
     "test_flax_linen_spmd.py::test_boxes": "metadata of Variables are others in flax 0.12.0",

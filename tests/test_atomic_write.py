@@ -6,7 +6,6 @@ import stat
 import struct
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from unittest import mock
 
@@ -157,18 +156,6 @@ def test_a_device_is_not_replaced():
     assert stat.S_ISCHR(os.stat(name).st_mode)
     os.close(reads)
     os.close(writes)
-
-
-def test_a_fifo_is_written(tmp_path):
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    read = []
-    reader = threading.Thread(target=lambda: read.append(fifo.read_text()))
-    reader.start()
-    write_text(fifo, "through")
-    reader.join()
-    assert read == ["through"]
-    assert stat.S_ISFIFO(fifo.stat().st_mode)
 
 
 @pytest.mark.parametrize("mode", ["pipe", "wb", "ab"])

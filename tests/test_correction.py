@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._base.rule_specs import LibraryCorrection
-from shardrules._base.specs import Entries
 from shardrules._core import Corrector
-from shardrules._place.spec_on_mesh import SpecOnMesh
 
 MESH = {"dp": 1, "fsdp": 4, "tp": 2, "ep": 3}
 
@@ -57,20 +54,6 @@ def test_policies(shape, spec, policies, expected):
             spec_of(shape, spec, **policies)
     else:
         assert spec_of(shape, spec, **policies) == expected
-
-
-@pytest.mark.parametrize(
-    ("spec", "absent", "expected"),
-    [
-        (("absent", "tp"), "drop", ()),
-        (("absent", "tp"), "drop_axis", ("tp", None)),
-        (("tp", "absent", "fsdp"), "drop_axis", (("tp", "fsdp"), None)),
-        (("tp", "absent"), "keep", (("tp", "absent"), None)),
-    ],
-)
-def test_what_libraries_do_about_absent_axes(spec, absent, expected):
-    bound = SpecOnMesh(Entries((spec,)), MESH, LibraryCorrection(absent=absent))
-    assert tuple(bound.decided((8, 8), None)) == expected
 
 
 @pytest.mark.parametrize(("size", "is_cut"), [(512, True), (256, True), (128, False), (384, False)])

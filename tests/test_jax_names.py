@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
@@ -34,11 +34,6 @@ def names_read():
         and call.func.id in ("private", "required")
         and isinstance(call.args[1], ast.Constant)
     }
-
-
-@pytest.fixture
-def mesh(devices=8):
-    return Mesh(np.array(jax.devices()[:devices]).reshape(4, 2), ("fsdp", "tp"))
 
 
 @pytest.fixture

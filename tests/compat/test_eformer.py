@@ -333,14 +333,6 @@ def test_with_mesh_around_shard_map(mesh, manual):
     assert answers[0][4].spec == P("fsdp", "tp")
 
 
-def test_a_spec_in_a_rule_means_what_it_means_alone(mesh):
-    """A list raised `unhashable type`, though a list stands for a spec."""
-    with legacy(mesh):
-        for spec in (["fsdp", "tp"], [["fsdp", "tp"]], "tp", None):
-            [found] = ours.match_partition_rules([("w", spec)], {"w": np.ones((8, 8))}).values()
-            assert ours.get_corrected_named_sharding((8, 8), spec) == (ours.get_corrected_named_sharding((8, 8), found))
-
-
 def test_the_names_of_the_settings(monkeypatch):
     for name in ("MIN_SHARDING_SIZE", "LOG_SHARDING_MOVE"):
         monkeypatch.delenv(name, raising=False)
@@ -460,20 +452,6 @@ def test_where_eformer_is_broken(mesh, number):
                     call(module, mesh)
             else:
                 assert call(module, mesh) == answer
-
-
-def test_gather_functions_compile_nothing(mesh):
-    """Eformer's compile once per leaf."""
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, _, **__: compiled.append(event) if "backend_compile" in event else None
-    )
-    for module in (theirs, ours):
-        _, gather_fn = module.make_shard_and_gather_fns(P("tp"), mesh)
-        placed = jax.device_put(HOST, NamedSharding(mesh, P("tp")))
-        compiled.clear()
-        gather_fn(placed)
-        assert bool(compiled) == (module is theirs)
 
 
 def test_analyze_sharding_strategy(mesh):

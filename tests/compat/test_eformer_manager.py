@@ -389,8 +389,3 @@ def test_where_eformer_is_broken(registry, number):
         is_error = isinstance(answer, type)
         assert issubclass(found, answer) if is_error else found == answer
     theirs._CURRENT_PARTITION_MANAGER.set(None)
-
-
-def test_lists_of_dimensions_that_are_not_sharded():
-    for one in (names.EMPTY, None, names.HEAD_DIM):
-        assert spec(["tp", one], [one])(ours) == P("tp", None)

@@ -67,8 +67,10 @@ def test_shardings_of_nnx_variables(mesh):
     with spmd.logical_axis_rules(rules):
         theirs = nnx.get_named_sharding(state, mesh)
     ours = sr.named_shardings(state, sr.LogicalRules(rules, sr.dialects.FLAX_CORE), mesh)
+    specs = sr.logical_to_mesh(state, rules, dialect=sr.dialects.FLAX_CORE)
     for path in names:
         assert ours[path].get_value() == theirs[path].get_value(), path
+        assert specs[path].get_value() == theirs[path].get_value().spec, path
 
 
 MAXTEXT = [name for name in corpus.manifest_names() if name.startswith("maxtext-")]

@@ -13,16 +13,12 @@ import pickle
 import sys
 import types
 
-import jax
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.compat import _patch
 from shardrules.compat import eformer as ours
-from tests.support import corpus
-from tests.support.contexts import legacy
 
 
 def is_known(library):
@@ -188,36 +184,3 @@ class TestRefusals:
         assert "(tree: 'Any', rules:" in str(caught.value)
         assert "import it from shardrules.compat.flax_linen_spmd" in str(caught.value)
         assert globals_of_all_modules() == before
-
-
-@EFORMER
-def test_warnings_name_the_callers_line(mesh, monkeypatch):
-    monkeypatch.setenv("LOG_SHARDING_MOVE", "1")
-    with sr.patch("eformer"):
-        get = functions_of("eformer")[1]["get_corrected_named_sharding"]
-        with pytest.warns(UserWarning, match="Active mesh is empty") as empty:
-            get((8,), P("tp"), raise_mesh_error=False)
-        with legacy(mesh), pytest.warns(UserWarning, match="is corrected to None") as corrected:
-            get((3, 8), P("fsdp", "absent"))
-    assert [w.filename for w in (*empty, *corrected)] == [__file__] * 3
-
-
-@EFORMER
-def test_an_easydel_style_model_runs_ours_without_a_changed_line(mesh, monkeypatch):
-    """How much faster that is: benchmarks/patching.py."""
-    from tests.support.easydel_style import Model
-
-    tree = corpus.manifest("easydel-deepseek-v3").nested(corpus.abstract)
-    model = Model(corpus.rules("easydel__deepseek_v3-DeepseekV3Config-v0.2.0"), tree, mesh)
-    before = model.partition_specs(), model.shardings()
-    module, _ = functions_of("eformer")
-    with sr.patch("eformer"):
-        for name in ("named_tree_map", "PartitionSpec", "NamedSharding"):
-            monkeypatch.setattr(module, name, None)  # what eformer's own functions need
-        assert (model.partition_specs(), model.shardings()) == before
-        assert list(model.partition_specs()) == list(before[0])
-        shard_fns, gather_fns = model.shard_and_gather_fns()
-    assert jax.tree.structure(shard_fns) == jax.tree.structure(before[1])
-    leaf = np.arange(8.0, dtype="float32")
-    shard, gather = jax.tree.leaves(shard_fns)[0], jax.tree.leaves(gather_fns)[0]
-    np.testing.assert_array_equal(gather(shard(leaf)), leaf)

@@ -357,14 +357,6 @@ class TestOneArrayUnderTwoPaths:
 class TestWhatIsInPlace:
     """JAX returns such an array itself; shard leaves it out of JAX's call."""
 
-    def test_it_is_returned_beside_what_is_moved(self, mesh):
-        placed = sr.shard({"w": np.ones((8, 8)), "b": np.ones(8)}, RULES, mesh)
-        elsewhere = jax.device_put(placed["b"], NamedSharding(mesh, P("tp")))
-        again = sr.shard({"w": placed["w"], "b": elsewhere, "n": np.ones(3)}, RULES, mesh)
-        assert again["w"] is placed["w"]
-        assert again["b"].sharding == placed["b"].sharding
-        np.testing.assert_array_equal(again["n"], np.ones(3))
-
     def test_jax_is_not_asked(self, mesh, monkeypatch):
         placed = sr.shard(tree(), RULES, mesh)
         asked, put = [], jax.device_put

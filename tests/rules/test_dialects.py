@@ -171,17 +171,6 @@ def keras(tmp_path_factory):
     return pytest.importorskip("keras.distribution", reason="keras is not installed")
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("rule_set", ["EasyLM__llama", "scalax__llama_fsdp_tp", "JAXSeq__T5"])
-def test_scalax_on_a_model(rule_set, strict):
-    rules = corpus.rules(rule_set)
-    tree = corpus.manifest("easylm-llama-3.1-405b").nested(corpus.abstract)
-    tree["count"], tree["one"] = array(), array(1, 1)
-    unmatched = "error" if strict else "replicate"
-    ours = sr.Rules(rules, replace(sr.dialects.EASYLM, unmatched=unmatched))
-    assert outcome(ours.match, tree) == outcome(scalax, rules, tree, strict)
-
-
 class TestAgainstKeras:
     @staticmethod
     def outcome(layouts, path):

@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, reduce
 from itertools import chain, product
@@ -39,18 +39,18 @@ ROUNDS = 20
 NFA = {"memory_budget": 0}
 
 
-def differences(rules: Sequence[Rule], paths: Sequence[str], rounds: int = 1, **options: Any) -> list[str]:
-    """A reproducer for each path on which first_match, all_matches or a walk differs from `re`."""
+def differences(rules: Sequence[Rule], paths: Sequence[str], rounds: int = 1, **options: Any) -> list[Any]:
+    """For each path on which first_match, all_matches or a walk differs from `re`: all that repeats it."""
     patterns = [re.compile(rule) for rule in rules]
     every = {path: [i for i, pattern in enumerate(patterns) if pattern.search(path)] for path in paths}
     indexed = sr.Rules([(rule, index) for index, rule in enumerate(rules)], **options)
     # A walk wants a rule for every leaf.
     walked = sr.Rules([*indexed, ("", NO_RULE)], **options)
-    found: list[str] = []
+    found: list[Any] = []
 
     def compare(call: str, path: str, expected: object, answer: object) -> None:
         if answer != expected:
-            found.append(reproducer(rules, f"{call}({path!r})", {"re": expected, "ours": answer}, options))
+            found.append((call, path, expected, answer, rules, options))
 
     for _ in range(rounds):
         for path in paths:
@@ -60,14 +60,6 @@ def differences(rules: Sequence[Rule], paths: Sequence[str], rounds: int = 1, **
             for path, rule in zip(tree_leaves(tree), tree_leaves(walked.match(tree, strict=False)), strict=True):
                 compare("match", path, next(iter(every[path]), NO_RULE), rule)
     return found
-
-
-def reproducer(rules: Sequence[Rule], call: str, answers: Mapping[str, object], options: Mapping[str, object]) -> str:
-    """Source text of a call of `Rules` with these options, and what each engine answered."""
-    shown_rules = ", ".join(f"({_shown(rule)}, {index})" for index, rule in enumerate(rules))
-    shown_options = "".join(f", {name}={value}" for name, value in options.items())
-    shown_answers = ", ".join(f"{engine}: {answer}" for engine, answer in answers.items())
-    return f"sr.Rules([{shown_rules}]{shown_options}).{call}  # {shown_answers}"
 
 
 def _trees(paths: Sequence[str]) -> Iterator[Any]:
@@ -84,11 +76,6 @@ def _trees(paths: Sequence[str]) -> Iterator[Any]:
                     node = node.setdefault(key, {})
                 node[last] = path
         yield tree
-
-
-def _shown(rule: Rule) -> str:
-    # repr() of a compiled pattern cuts it at 200 characters.
-    return repr(rule) if isinstance(rule, str) else f"re.compile({rule.pattern!r}, {rule.flags})"
 
 
 TEXTS = 8
@@ -264,7 +251,7 @@ def shares(size: int, count: int) -> list[Share]:
     return [Share(*part, number, count) for part in parts for number in range(count)]
 
 
-def check(share: Share) -> list[str]:
+def check(share: Share) -> list[Any]:
     """Compares a share with `re`, in lists of five; what differs."""
     grammar, size, flag, number, count = share
     compiled = (compiles(pattern, flag) for pattern in _shuffled_patterns(grammar, size)[number::count])
@@ -272,10 +259,10 @@ def check(share: Share) -> list[str]:
     assert rules
     # Neighbours in alphabetical order begin alike, and share states.
     return [
-        line
+        difference
         for ordered, options in ((rules, {}), (sorted(rules, key=repr), {}), (rules, NFA))
         for start in range(0, len(rules), 5)
-        for line in differences(ordered[start : start + 5], _texts(grammar), **options)
+        for difference in differences(ordered[start : start + 5], _texts(grammar), **options)
     ]
 
 
@@ -335,8 +322,7 @@ def test_every_small_pattern(share):
 
 def test_a_difference_is_reported(monkeypatch):
     monkeypatch.setattr(sr.Rules, "all_matches", lambda rules, path: [0])
-    (reported,) = differences(["b", "a"], ["a"], **NFA)
-    assert reported == "sr.Rules([('b', 0), ('a', 1)], memory_budget=0).all_matches('a')  # re: [1], ours: [0]"
+    assert differences(["b", "a"], ["a"], **NFA) == [("all_matches", "a", [1], [0], ["b", "a"], NFA)]
 
 
 CORPUS = tomllib.loads((DATA / "corpus.toml").read_text("utf-8"))

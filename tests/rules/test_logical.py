@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -102,19 +101,6 @@ def test_a_constraint_follows_the_policy_of_its_rules(indivisible, dialect, mesh
             continue
         assert call(tree).sharding.is_equivalent_to(expected(), 2)
         assert [*expected().spec, None][0] == (None if indivisible == "drop" else "tp")
-
-
-def test_variables_hold_their_specs(mesh):
-    with nnx.use_eager_sharding(False):
-        init = nnx.with_partitioning(nnx.initializers.ones, ("embed", "heads"))
-        state = nnx.state(nnx.Linear(8, 6, rngs=nnx.Rngs(0), kernel_init=init))
-    specs = sr.logical_to_mesh(state, RULES)
-    assert specs["kernel"].get_value() == P("fsdp", "tp")
-    # The bias has no names: replicated.
-    assert jax.tree.leaves(specs) == [P(), P("fsdp", "tp")]
-    assert sr.logical_to_mesh(nnx.get_partition_spec(state), RULES) == specs
-    placed = jax.device_put(state, sr.named_shardings(state, sr.LogicalRules(RULES), mesh))
-    assert placed["kernel"].get_value().sharding == NamedSharding(mesh, P("fsdp", "tp"))
 
 
 HEADS = [("heads", "fsdp"), ("heads", "tp"), ("embed", "fsdp")]

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
@@ -273,21 +272,3 @@ def test_real_models_with_eight_kv_heads(model, projections, spec, units, tp):
         else:
             assert found.kind(path).device_bytes == before.kind(path).device_bytes
     assert kv > 0
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_four_kv_heads_on_eight_devices_in_a_step(kind):
-    """One mesh for all arrays, whose axes the step names too."""
-    mesh = jax.make_mesh((4, 2), ("kv", "rep"), axis_types=(kind,) * 2)
-    rules = sr.Rules([("w", (None, "tp"))]).with_axes(PARTS)
-    values = {"wq": np.arange(64.0).reshape(4, 16), "wk": np.arange(16.0).reshape(4, 4)}
-    arrays = sr.shard(values, sr.Rules(rules, correction=PREFIX), mesh)
-    assert arrays["wk"].sharding.spec == P(None, "kv")
-    assert {s.device: s.index for s in arrays["wk"].addressable_shards} == {
-        device: (slice(None), slice(i // 2, i // 2 + 1)) for i, device in enumerate(mesh.devices.flat)
-    }  # fmt: skip
-    with jax.set_mesh(mesh):
-        found = jax.jit(lambda p: jax.tree.map(lambda w: w * 2, p))(arrays)
-    for name, value in values.items():
-        assert found[name].sharding.is_equivalent_to(arrays[name].sharding, 2)
-        np.testing.assert_array_equal(found[name], value * 2)

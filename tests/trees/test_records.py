@@ -201,21 +201,6 @@ def test_the_constructor_of_a_namedtuple_runs_if_it_is_the_users():
     assert Overridden.made == before + 1
 
 
-def test_equinox_modules():
-    eqx = pytest.importorskip("equinox")
-
-    class Block(eqx.Module):
-        linear: Any
-        kernel: Any
-        width: int = eqx.field(static=True)
-        name: str = eqx.field(static=True, default="block")
-
-    block = Block(eqx.nn.Linear(3, 4, key=jax.random.key(0)), LEAF, width=3)
-    for tree in (block, eqx.nn.MLP(2, 2, 4, 2, key=jax.random.key(1))):
-        ours, theirs = match(tree), match_by_jax(tree)
-        assert_same_modules(ours, theirs)
-
-
 def test_equinox_modules_that_are_not_as_declared():
     eqx = pytest.importorskip("equinox")
 
