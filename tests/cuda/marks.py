@@ -1,7 +1,5 @@
 """What tests of the compiler for CUDA need."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """`compile` and `prove` for GPUs that are not here, by XLA's compiler for CUDA."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -1,7 +1,5 @@
 """`Topology` of GPUs: names, hosts, meshes. What needs the compiler for CUDA is skipped without it."""
 
-from __future__ import annotations
-
 import importlib.util
 from unittest import mock
 

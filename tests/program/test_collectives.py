@@ -1,7 +1,5 @@
 """What a program sends: the sum of the rows of `inspect` is what is in the HLO, to the byte."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

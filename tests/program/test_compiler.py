@@ -1,7 +1,5 @@
 """The compiler in a child process: what it answers, and what is left of it, however it ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Locks of programs: what is written is read again; growth fails; anything else is a FileError."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

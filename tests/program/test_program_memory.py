@@ -1,7 +1,5 @@
 """The memory of programs: XLA's numbers, and the arrays that are alive at the peak."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,50 +1,23 @@
 """Reasons that programs by hand show; `verify/test_verify_steps.py` has those of whole steps."""
 
-from __future__ import annotations
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.causes import REASONS
+from tests.support import compiled as support
+from tests.support.compiled import devices
 
-MESH = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "tp"))
-
-
-def array(shape, *spec):
-    return jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(MESH, P(*spec)))
-
-
-def constrained(x, *spec):
-    return jax.lax.with_sharding_constraint(x, NamedSharding(MESH, P(*spec)))
+MESH = devices(data=2, tp=4)
+array, constrained = partial(support.array, MESH), partial(support.constrained, MESH)
 
 
 def reasons(compiled, inputs):
     return {row.kind: row.reason for row in sr.inspect(compiled, inputs).collectives}
-
-
-def test_a_cache_that_is_updated_and_then_gathered_is_told():
-    """The gathered copy is not what is returned."""
-
-    def decode(kernel, cache, x, place):
-        new = jax.lax.dynamic_update_slice(cache, (x @ kernel)[:, None], (0, place, 0))
-        cache = constrained(new, "data", None, "tp")
-        whole = constrained(cache, "data")
-        weights = jax.nn.softmax(jnp.einsum("bd,btd->bt", x, whole))
-        return cache, jnp.einsum("bt,btd->bd", weights, whole)
-
-    cache = array((8, 512, 256), "data", None, "tp")
-    step = jax.jit(decode, donate_argnums=1, out_shardings=(cache.sharding, None))
-    args = (array((256, 256), None, "tp"), cache, array((8, 256), "data"))
-    compiled = step.lower(*args, jax.ShapeDtypeStruct((), "int32")).compile()
-    inputs = (P(None, "tp"), P("data", None, "tp"), None, None)
-    assert reasons(compiled, inputs)["all-gather"] == REASONS["cache"].text
-    findings = sr.verify(compiled, inputs, large=2**16)
-    assert any(REASONS["cache"].text in finding.message for finding in findings)
 
 
 def test_pages_of_a_cache_that_other_devices_have_are_told():

@@ -1,7 +1,5 @@
 """Rehearsals: steps that are the same whole and sharded, and faults that change the answer."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from typing import Any

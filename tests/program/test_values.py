@@ -1,7 +1,5 @@
 """The graph of values, and its facts: on texts by hand, on recorded programs, on compiled ones."""
 
-from __future__ import annotations
-
 import gzip
 
 import pytest

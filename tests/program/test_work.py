@@ -1,7 +1,5 @@
 """The work of programs, against sums by hand: products as TPUs write them, cycles, kernels."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

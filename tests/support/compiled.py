@@ -1,9 +1,29 @@
-"""A step that is lowered, or compiled to its end, on a mesh of devices or on those of its arguments."""
+"""Arrays of types on meshes of the first devices, and steps that are lowered or compiled to their end."""
 
+from math import prod
 from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardrules._program import lowering
 from shardrules._program.compiler import compile_whole
+
+
+def devices(**sizes: int) -> Mesh:
+    """Return a mesh of the first devices, such as devices(fsdp=4, tp=2)."""
+    return Mesh(np.array(jax.devices()[: prod(sizes.values())]).reshape(*sizes.values()), tuple(sizes))
+
+
+def array(mesh: Any, shape: tuple[int, ...], *spec: Any, dtype: Any = "float32") -> Any:
+    """Return the type of an array that lies so on a mesh."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def constrained(mesh: Any, x: Any, *spec: Any) -> Any:
+    """Return what is to lie so within a step."""
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def lowered_on(mesh: Any, step: Any, *args: Any) -> Any:

@@ -1,7 +1,5 @@
 """What tests of the TPU's compiler need."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -1,7 +1,5 @@
 """What was compiled to its end for described devices is kept, and only what is the same is taken from there."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`make demo` ends with the proof of the step of 405B for 512 devices, by whatever compiler is there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax

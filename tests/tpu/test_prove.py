@@ -1,7 +1,5 @@
 """`prove`: on the devices that are here, and for TPUs that are not."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from functools import partial

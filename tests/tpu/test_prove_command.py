@@ -1,7 +1,5 @@
 """`shardrules prove`, as a person and as CI would call it."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

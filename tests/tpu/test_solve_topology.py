@@ -1,7 +1,5 @@
 """`solve` on a topology: the mesh is chosen among those that exist there, and the compiler proves it."""
 
-from __future__ import annotations
-
 import sys
 
 import jax

@@ -1,7 +1,5 @@
 """`Topology`: names, shapes, meshes along the torus. What needs libtpu is skipped without it."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 

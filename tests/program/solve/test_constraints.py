@@ -1,7 +1,5 @@
 """Constraints of a solution: where they are, that values stay, and what XLA makes of them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import jax

@@ -1,7 +1,5 @@
 """The optimum of `solve` against all assignments, priced as a whole step; and its prices and memory, by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import sys

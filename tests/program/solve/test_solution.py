@@ -1,7 +1,5 @@
 """`solve`: rules and constraints, the best as compiled, and what is refused."""
 
-from __future__ import annotations
-
 import random
 import re
 from types import SimpleNamespace

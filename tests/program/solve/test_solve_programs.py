@@ -1,7 +1,5 @@
 """`solve` on what programs do: dispatch by counted indices, types of Explicit axes, dropout, caches."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

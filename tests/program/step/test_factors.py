@@ -3,8 +3,6 @@
 What a factor cuts is computed in parts, without a word between devices; a class that is cut is sent as priced.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax

@@ -1,7 +1,5 @@
 """`trace`: what a step does, by its jaxpr, whoever has written it; small programs with known answers, and what is refused."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from functools import partial

@@ -1,7 +1,5 @@
 """Live arrays against a plan: JAX says what devices hold, and `audit` says the same."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 

@@ -1,38 +1,25 @@
 """`verify(budget=)`: what is over a budget is an error, and what cannot be known is told."""
 
-from __future__ import annotations
-
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from tests.support.compiled import array, constrained, devices
 
-SIZE = 64 * 64 * 4
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    return Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "fsdp", "tp"))
+MESH = devices(data=2, fsdp=2, tp=2)
+cut = partial(constrained, MESH)
 
 
 @pytest.fixture(scope="module")
-def compiled(mesh):
+def compiled():
     """A step that gathers over fsdp, sums over tp, and sums over data and fsdp together."""
-
-    def step(x, w, v):
-        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P()))
-        return jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P())), v.T @ v
-
-    specs = [P("fsdp"), P("tp"), P(("data", "fsdp"))]
-    args = [jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(mesh, spec)) for spec in specs]
-    out = NamedSharding(mesh, P())
-    return jax.jit(step, out_shardings=out).lower(*args).compile()
+    args = [array(MESH, (64, 64), axes) for axes in ("fsdp", "tp", ("data", "fsdp"))]
+    return jax.jit(lambda x, w, v: (cut(cut(x) @ w), cut(v.T @ v))).lower(*args).compile()
 
 
 @pytest.fixture(scope="module")
@@ -123,25 +110,18 @@ def test_the_program_has_what_the_keys_are_about(compiled, sent):
 
 
 def test_the_peak(compiled):
-    memory = compiled.memory_analysis()
-    names = ("argument_size", "output_size", "temp_size", "generated_code_size")
-    peak = sum(getattr(memory, f"{name}_in_bytes") for name in names)
+    peak = sr.inspect(compiled, (None,) * 3).memory.peak
     assert budgeted(compiled, {"peak": peak}) == []
     (finding,) = budgeted(compiled, {"peak": peak - 5})
     assert (finding.level, finding.bytes) == ("error", 5)
     assert finding.message.startswith("peak: each device needs ")
 
 
-def test_an_unknown_trip_count_is_told(mesh):
+def test_an_unknown_trip_count_is_told():
     def step(x):
-        def body(x):
-            y = jax.lax.with_sharding_constraint(jnp.sin(x), NamedSharding(mesh, P()))
-            return jax.lax.with_sharding_constraint(y * 2, NamedSharding(mesh, P("fsdp")))
+        return jax.lax.while_loop(lambda x: x.sum() < 1e9, lambda x: cut(cut(jnp.sin(x)) * 2, "fsdp"), x)
 
-        return jax.lax.while_loop(lambda x: x.sum() < 1e9, body, x)
-
-    x = jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(mesh, P("fsdp")))
-    compiled = jax.jit(step).lower(x).compile()
+    compiled = jax.jit(step).lower(array(MESH, (64, 64), "fsdp")).compile()
     (finding,) = budgeted(compiled, {"fsdp": "1 GB"}, 1)
     assert finding.level == "warning"
     assert "trip count is not known" in finding.message

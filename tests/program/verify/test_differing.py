@@ -1,24 +1,19 @@
 """Results whose copies differ: sums that are missing in shard_map, and programs that have them."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._program.executable import Executable
-from shardrules._program.libraries import call_of
-from shardrules._program.verify.unexpected import differing
+from tests.support.compiled import array, devices
 
-MESH = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "tp"))
+MESH = devices(data=4, tp=2)
 KERNEL, ROWS, WHOLE = P(None, "tp"), P("data"), P()
 
 
@@ -117,12 +112,9 @@ ALIKE = {
 def found(local: Any, out_spec: Any, then: Any = lambda w, out: out) -> list[Any]:
     specs = (KERNEL, ROWS)
     mapped = jax.shard_map(local, mesh=MESH, in_specs=specs, out_specs=out_spec, check_vma=False)
-    args = [
-        jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(MESH, spec))
-        for shape, spec in zip([(64, 32), (32, 64)], specs, strict=True)
-    ]
-    step = jax.jit(lambda w, x: then(w, mapped(w, x)))
-    return list(differing(Executable(call_of(step.lower(*args).compile(), specs))))
+    args = array(MESH, (64, 32), *KERNEL), array(MESH, (32, 64), *ROWS)
+    compiled = jax.jit(lambda w, x: then(w, mapped(w, x))).lower(*args).compile()
+    return [one for one in sr.verify(compiled, specs) if one.kind == "differs"]
 
 
 @pytest.mark.parametrize("name", DIFFER)
@@ -152,18 +144,3 @@ def test_random_keys_that_are_folded_with_the_device_s_number():
     (finding,) = found(partial(noise, axis="data"), KERNEL)
     assert finding.level == "info"
     assert "by the number of the device" in finding.message
-
-
-def test_prove_and_verify_tell_it():
-    plan = sr.plan({"w": jax.ShapeDtypeStruct((64, 32), "float32")}, [("w", KERNEL)], MESH)
-    x = jax.ShapeDtypeStruct((32, 64), "float32", sharding=NamedSharding(MESH, ROWS))
-
-    def step(params: Any, x: Any) -> Any:
-        specs = ({"w": KERNEL}, ROWS)
-        grad = jax.grad(lambda params, x: loss(params["w"], x))
-        return jax.shard_map(grad, mesh=MESH, in_specs=specs, out_specs={"w": KERNEL}, check_vma=False)(params, x)
-
-    findings = sr.prove(jax.jit(step), plan, x, outputs=plan).findings
-    assert [one.paths for one in findings if one.kind == "differs"] == [("outputs/w",)]
-    with pytest.raises(sr.FindingsError):
-        findings.raise_for()

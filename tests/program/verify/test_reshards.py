@@ -1,7 +1,5 @@
 """XLA's warning of arrays that it cannot reshard, in the forms that it has had."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """`sr.sweep` by XLA for CPU: each row is what `prove` says, in order, with what failed; interrupts."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import pickle

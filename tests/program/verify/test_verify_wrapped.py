@@ -1,29 +1,22 @@
 """`verify` of what `flax.nnx.jit` and `equinox.filter_jit` compile: steps that compile once, and twice."""
 
-from __future__ import annotations
-
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from tests.support.compiled import devices
 
 RULES = [("kernel$|weight$", P("fsdp", "tp")), ("bias$", P())]
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tp"))
-
-
-@pytest.fixture(scope="module")
-def batch(mesh):
-    return jax.device_put(np.ones((16, 64), "float32"), NamedSharding(mesh, P("fsdp")))
+MESH = devices(fsdp=4, tp=2)
+BATCH = jax.device_put(np.ones((16, 64), "float32"), NamedSharding(MESH, P("fsdp")))
 
 
 def kinds(findings):
@@ -69,9 +62,9 @@ def create(nnx):
 
 
 @pytest.fixture(scope="module")
-def plans(nnx, create, mesh):
+def plans(nnx, create):
     model, optimizer = nnx.eval_shape(create)
-    plan = sr.plan(nnx.state(model), sr.Rules(RULES, sr.dialects.NNX), mesh)
+    plan = sr.plan(nnx.state(model), sr.Rules(RULES, sr.dialects.NNX), MESH)
     return plan, plan.for_optimizer(nnx.state(optimizer))
 
 
@@ -85,7 +78,7 @@ def parts(nnx, create, plans):
 
 
 @pytest.fixture
-def compiled(nnx, plans, parts, batch):
+def compiled(nnx, plans, parts):
     """(the step with these options, with the plans' shardings if it is planned; its executable)."""
 
     def train(model, optimizer, x):
@@ -98,18 +91,18 @@ def compiled(nnx, plans, parts, batch):
             states = (nnx.StateSharding(plan.shardings()) for plan in plans)
             options["in_shardings"] = (*states, None)
         step = nnx.jit(train, **options)
-        return step, step.lower(*parts, batch).compile()
+        return step, step.lower(*parts, BATCH).compile()
 
     return compiled
 
 
 @pytest.mark.parametrize("is_planned", [False, True])
-def test_a_step_of_nnx_compiles_again_where_it_is_told(compiled, plans, parts, batch, is_planned):
+def test_a_step_of_nnx_compiles_again_where_it_is_told(compiled, plans, parts, is_planned):
     step, executable = compiled(is_planned=is_planned, donate_argnums=(0, 1))
     findings = sr.verify(executable, (*plans, None))
     assert kinds(findings) == (set() if is_planned else {"fixed-point", "output", "donation"})
     for _ in range(3):
-        step(*parts, batch)
+        step(*parts, BATCH)
     assert step.jitted_fn._cache_size() == 2 - is_planned
     if not is_planned:
         assert "inputs/0/up/bias/value" in paths(findings, "fixed-point")
@@ -151,15 +144,15 @@ def test_modules_that_are_trees(compiled, plans, options, donated):
     assert "14 of 15 outputs planned" in findings.scope
 
 
-def test_what_is_returned_is_planned_by_outputs(nnx, plans, parts, batch):
+def test_what_is_returned_is_planned_by_outputs(nnx, plans, parts):
     forward = nnx.jit(lambda model, x: {"y": model(x)})
-    executable = forward.lower(parts[0], batch).compile()
+    executable = forward.lower(parts[0], BATCH).compile()
     findings = sr.verify(executable, (plans[0], P("fsdp")), {"y": P("tp")})
     assert paths(findings, "output") == {"outputs/y"}
     assert not sr.verify(executable, (plans[0], P("fsdp")), {"y": None})
 
 
-def test_modules_in_containers_with_keys_and_tied_parameters(nnx, mesh, batch):
+def test_modules_in_containers_with_keys_and_tied_parameters(nnx):
     class Model(nnx.Module):
         def __init__(self, rngs):
             self.up = self.tied = nnx.Linear(64, 64, rngs=rngs)
@@ -174,9 +167,9 @@ def test_modules_in_containers_with_keys_and_tied_parameters(nnx, mesh, batch):
 
     model = Model(nnx.Rngs(0))
     rules = sr.Rules([("kernel", "fsdp"), (".*", P())], sr.dialects.NNX)
-    plan = sr.plan(nnx.state(model), rules, mesh)
+    plan = sr.plan(nnx.state(model), rules, MESH)
     nnx.update(model, sr.shard(nnx.state(model), plan.shardings()))
-    executable = nnx.jit(forward).lower({"a": model}, batch, scale=jnp.ones(())).compile()
+    executable = nnx.jit(forward).lower({"a": model}, BATCH, scale=jnp.ones(())).compile()
     findings = sr.verify(executable, ({"a": plan}, None, {"scale": None}), large=2**10)
     count = len(plan.paths)
     assert f"{count} of {count + 2} inputs planned" in findings.scope
@@ -197,11 +190,11 @@ def eqx():
 
 
 @pytest.fixture(scope="module")
-def placed(eqx, mesh):
+def placed(eqx):
     """A model and its optimizer's state as planned, and their plans."""
     whole = eqx.nn.MLP(64, 64, 128, 1, key=jax.random.key(0))
     arrays, static = eqx.partition(whole, eqx.is_array)
-    plan = sr.plan(arrays, RULES, mesh)
+    plan = sr.plan(arrays, RULES, MESH)
     state = adam().init(arrays)
     of_state = plan.for_optimizer(state)
     model = eqx.combine(sr.shard(arrays, plan.shardings()), static)
@@ -227,16 +220,16 @@ def train(eqx):
 
 
 @pytest.mark.parametrize("is_planned", [False, True])
-def test_a_step_of_equinox_compiles_again_where_it_is_told(eqx, placed, train, batch, is_planned):
+def test_a_step_of_equinox_compiles_again_where_it_is_told(eqx, placed, train, is_planned):
     model, state, *planned = placed
     shardings = tuple(plan.shardings() for plan in planned) if is_planned else None
     step = eqx.filter_jit(lambda *args: train(*args, shardings=shardings))
-    compiled = step.lower(batch, model, state).compile()
+    compiled = step.lower(BATCH, model, state).compile()
     findings = sr.verify(compiled, (None, *planned), (*planned, None))
     assert kinds(findings) == (set() if is_planned else {"fixed-point", "output"})
     before = step._cached._cache_size()
     for _ in range(3):
-        model, state, _ = step(batch, model, state)
+        model, state, _ = step(BATCH, model, state)
     assert step._cached._cache_size() - before == 2 - is_planned
     if not is_planned:
         assert paths(findings, "fixed-point") >= {"inputs/1/layers/{0,1}/bias"}
@@ -244,21 +237,10 @@ def test_a_step_of_equinox_compiles_again_where_it_is_told(eqx, placed, train, b
         assert "with_sharding_constraint" in findings[0].fix
 
 
-@pytest.mark.parametrize("donate", ["none", "all-except-first", "all"])
-def test_a_state_that_is_not_donated(eqx, placed, train, batch, donate):
-    model, state, *planned = placed
-    shardings = tuple(plan.shardings() for plan in planned)
-    step = eqx.filter_jit(lambda *args: train(*args, shardings=shardings), donate=donate)
-    compiled = step.lower(batch, model, state).compile()
-    findings = sr.verify(compiled, (None, *planned), (*planned, None), large=2**10)
-    assert kinds(findings) == ({"donation"} if donate == "none" else set())
-    assert donate != "none" or 'filter_jit donate="all"' in findings[0].fix
-
-
-def test_what_is_planned_is_found_among_flat_arguments(eqx, placed, train, batch):
+def test_what_is_planned_is_found_among_flat_arguments(eqx, placed, train):
     model, state, plan, of_state = placed
     whole = sr.plan(model, RULES, plan.mesh)
-    compiled = eqx.filter_jit(train).lower(batch, model, state, scale=jnp.ones(())).compile()
+    compiled = eqx.filter_jit(train).lower(BATCH, model, state, scale=jnp.ones(())).compile()
     for planned in (plan, whole, plan.shardings(), plan.specs()):
         findings = sr.verify(compiled, (P("fsdp"), planned, of_state, {"scale": P()}))
         assert not paths(findings, "input")
@@ -284,18 +266,18 @@ def swapped(eqx, model, plan):
         (lambda plan, state: (plan, None, state), "does not say which of 1 array"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_an_error(eqx, placed, train, batch, chosen, message):
+def test_what_does_not_fit_is_an_error(eqx, placed, train, chosen, message):
     model, state, *planned = placed
-    compiled = eqx.filter_jit(train).lower(batch, model, state).compile()
+    compiled = eqx.filter_jit(train).lower(BATCH, model, state).compile()
     with pytest.raises((TypeError, ValueError), match=message):
         sr.verify(compiled, chosen(*planned))
 
 
-def test_a_key_that_is_keyword_only_needs_no_entry(eqx, placed, batch, mesh):
+def test_a_key_that_is_keyword_only_needs_no_entry(eqx, placed):
     model, _, plan, _ = placed
-    key = jax.device_put(jax.random.key(0), NamedSharding(mesh, P()))
+    key = jax.device_put(jax.random.key(0), NamedSharding(MESH, P()))
     step = eqx.filter_jit(lambda model, x, *, key: jax.vmap(model)(x) + jax.random.normal(key, x.shape))
-    compiled = step.lower(model, batch, key=key).compile()
+    compiled = step.lower(model, BATCH, key=key).compile()
     scopes = [sr.verify(compiled, inputs).scope for inputs in ((plan, None), (plan, None, {"key": None}))]
     assert scopes[0] == scopes[1]
     assert "2 of 6 inputs planned" in sr.verify(compiled, (None, P("fsdp"), {"key": P()})).scope
@@ -304,7 +286,7 @@ def test_a_key_that_is_keyword_only_needs_no_entry(eqx, placed, batch, mesh):
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_one_argument_may_have_a_pair_of_plans(eqx, placed, train, batch, order):
+def test_one_argument_may_have_a_pair_of_plans(eqx, placed, train, order):
     """step((model, opt_state), (x, y)), or the other way round."""
     model, state, plan, of_state = placed
 
@@ -312,7 +294,7 @@ def test_one_argument_may_have_a_pair_of_plans(eqx, placed, train, batch, order)
         (model, state), (x, y) = (args[i] for i in order)
         return train(x + y, model, state)
 
-    arguments, specs = [(model, state), (batch, batch)], (P("fsdp"), P("fsdp"))
+    arguments, specs = [(model, state), (BATCH, BATCH)], (P("fsdp"), P("fsdp"))
     compiled = eqx.filter_jit(step).lower(*(arguments[i] for i in order)).compile()
     right, wrong = (
         sr.verify(compiled, [[(of_model, of_state), specs][i] for i in order])
@@ -326,17 +308,17 @@ def test_one_argument_may_have_a_pair_of_plans(eqx, placed, train, batch, order)
 # Other libraries, and other versions of these
 
 
-def test_another_flax_is_an_error_that_says_so(nnx, plans, parts, batch, monkeypatch):
-    compiled = nnx.jit(lambda model, x: model(x)).lower(parts[0], batch).compile()
+def test_another_flax_is_an_error_that_says_so(nnx, plans, parts, monkeypatch):
+    compiled = nnx.jit(lambda model, x: model(x)).lower(parts[0], BATCH).compile()
     compilation = pytest.importorskip("flax.nnx.transforms.compilation")
     monkeypatch.delattr(compilation, "_jit_merge_fn")
     with pytest.raises(TypeError, match=r"of flax \d.*_jit_merge_fn.*by jax.jit"):
         sr.verify(compiled, (plans[0], None))
 
 
-def test_another_equinox_is_an_error_that_says_so(eqx, placed, train, batch):
+def test_another_equinox_is_an_error_that_says_so(eqx, placed, train):
     model, state, plan, _ = placed
-    compiled = eqx.filter_jit(train).lower(batch, model, state).compile()
+    compiled = eqx.filter_jit(train).lower(BATCH, model, state).compile()
     other = types.new_class("Compiled")
     other.__module__ = "equinox.other"
     changed = other()
