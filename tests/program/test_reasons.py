@@ -20,6 +20,23 @@ def reasons(compiled, inputs):
     return {row.kind: row.reason for row in sr.inspect(compiled, inputs).collectives}
 
 
+def test_a_cache_that_is_updated_and_then_gathered_is_told():
+    """The gathered copy is not what is returned."""
+
+    def decode(kernel, cache, x, place):
+        cache = constrained(jax.lax.dynamic_update_slice(cache, (x @ kernel)[:, None], (0, place, 0)), *cut)
+        whole = constrained(cache, "data")
+        weights = jax.nn.softmax(jnp.einsum("bd,btd->bt", x, whole))
+        return cache, jnp.einsum("bt,btd->bd", weights, whole)
+
+    cut = ("data", None, "tp")
+    args = (array((256, 256), None, "tp"), array((8, 512, 256), *cut), array((8, 256), "data"), 3)
+    step = jax.jit(decode, donate_argnums=1, out_shardings=(args[1].sharding, None))
+    compiled, inputs = step.lower(*args).compile(), (P(None, "tp"), P(*cut), None, None)
+    assert reasons(compiled, inputs)["all-gather"] == REASONS["cache"].text
+    assert any(REASONS["cache"].text in finding.message for finding in sr.verify(compiled, inputs, large=2**16))
+
+
 def test_pages_of_a_cache_that_other_devices_have_are_told():
     def serve(pages, new, table):
         pages = constrained(jax.lax.dynamic_update_slice(pages, new, (3, 0)), "tp")

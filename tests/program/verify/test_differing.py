@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
