@@ -63,7 +63,6 @@ MAY_BE_MISSING = {
     "moto": True,
     "OR-tools": _IS_OLDEST or _IS_NEWEST,
     "orbax-checkpoint": _IS_OLDEST,
-    "qwix": True,  # it brings flax from its repository
     "s3fs": True,
     "scalax": _IS_OLDEST,
 }

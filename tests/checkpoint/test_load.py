@@ -209,13 +209,12 @@ def test_bytes_in_flight_are_bounded(checkpoint, monkeypatch, most):
         is_whole(loaded, checkpoint, dtype)
 
 
-def test_a_part_that_takes_more_than_the_bound_goes_alone(checkpoint, counted):
-    loaded = sr.load(checkpoint, RULES, mesh_of(), max_bytes_in_flight=100)
-    is_whole(loaded, checkpoint)
-
-
-def test_long_ranges_are_cut(checkpoint, monkeypatch):
+def test_large_parts_go_alone_long_ranges_are_cut_and_short_reads_read_on(checkpoint, monkeypatch):
+    is_whole(sr.load(checkpoint, RULES, mesh_of(), max_bytes_in_flight=100), checkpoint)
     monkeypatch.setattr(units, "_READ", 1000)
+    is_whole(sr.load(checkpoint, RULES, mesh_of()), checkpoint)
+    read_at = units._read_at
+    by_python(monkeypatch, lambda file, begin, into: read_at(file, begin, into[:7]))
     is_whole(sr.load(checkpoint, RULES, mesh_of()), checkpoint)
 
 
@@ -289,12 +288,6 @@ class TestUntrusted:
         by_python(monkeypatch, fail)
         with pytest.raises(sr.FileError, match=r"safetensors: byte [\d,]+: Input/output error; check"):
             sr.load(checkpoint, RULES, mesh_of())
-
-    def test_a_short_read_is_read_on(self, checkpoint, monkeypatch):
-        read_at = units._read_at
-        by_python(monkeypatch, lambda file, begin, into: read_at(file, begin, into[:7]))
-        loaded = sr.load(checkpoint, RULES, mesh_of())
-        is_whole(loaded, checkpoint)
 
     def test_a_manifest_has_no_data(self, write):
         path = write("m.json", {"params": [["w", [4], "F32"]]})

@@ -57,16 +57,6 @@ def test_a_template_is_the_whole_of_a_name(template, name):
     assert record.values(name) is None
 
 
-def test_many_parts_have_the_separators_of_their_side(save):
-    """A template without one leaves them: on a flat tree of file names the dots stay."""
-    path = save({"model.decoder.w": numbers(4), "model.norm": numbers(2)})
-    rest = sr.Rename("model.{rest*}", "{rest*}")
-    assert list(sr.load(path, P(), mesh_of(), renames=[rest])) == ["decoder.w", "norm"]
-    below = [sr.Rename("model.{rest*}", "params/{rest*}")]
-    loaded = sr.load(path, P(), mesh_of(), renames=below)
-    assert list(flat(loaded)) == ["params/decoder/w", "params/norm"]
-
-
 def test_names_of_any_length_take_no_time():
     renames = [sr.Rename("{a}.{b*}.{c}_d.x", "{a}/{b*}/{c}")]
     (record,) = forwards(renames)
@@ -112,20 +102,21 @@ def test_a_record_that_contradicts_itself(case):
         make()
 
 
-class TestWhatIsFound:
-    def test_the_first_record_counts_and_others_stay(self, save):
-        path = save({"a.w": numbers(2), "b.w": numbers(2), "c": numbers(2)})
-        renames = [sr.Rename("a.{p}", "x.{p}"), sr.Rename("{m}.w", "{m}.v")]
-        assert list(sr.load(path, P(), mesh_of(), renames=renames)) == ["b.v", "c", "x.w"]
+FOUND = [
+    # (names, renames, paths)
+    (["a.w", "b.w", "c"], [sr.Rename("a.{p}", "x.{p}"), sr.Rename("{m}.w", "{m}.v")], ["b.v", "c", "x.w"]),
+    (["w"], [sr.Rename("w", "x"), sr.Rename("{p}", "other.{p}")], ["x"]),  # one that comes too late is no error
+    (["a.w", "b"], [sr.Rename("{p}.w", None)], ["b"]),
+    # Many parts have the separators of their side; a template without one leaves them.
+    (["model.decoder.w", "model.norm"], [sr.Rename("model.{rest*}", "{rest*}")], ["decoder.w", "norm"]),
+    (["model.decoder.w", "model.norm"], [sr.Rename("model.{rest*}", "p/{rest*}")], ["p/decoder/w", "p/norm"]),
+]
 
-    @pytest.mark.parametrize("optional", [True, False])
-    def test_one_that_comes_too_late_is_no_error(self, save, optional):
-        renames = [sr.Rename("w", "x"), sr.Rename("{p}", "other.{p}", optional=optional)]
-        assert list(sr.load(save({"w": numbers(2)}), P(), mesh_of(), renames=renames)) == ["x"]
 
-    def test_none_leaves_out(self, save):
-        path = save({"a.w": numbers(2), "b": numbers(2)})
-        assert list(sr.load(path, P(), mesh_of(), renames=[sr.Rename("{p}.w", None)])) == ["b"]
+@pytest.mark.parametrize(("names", "renames", "paths"), FOUND)
+def test_the_first_record_counts_and_others_stay(save, names, renames, paths):
+    loaded = sr.load(save({name: numbers(2) for name in names}), P(), mesh_of(), renames=renames)
+    assert list(flat(loaded)) == paths
 
 
 def test_numbers_with_zeros_before_them_are_words(save, tmp_path):
@@ -144,9 +135,8 @@ class TestShared:
 
     def test_the_array_stays_what_it_is(self, save):
         for door, source in ((sr.load, save({"embed.w": self.EMBED})), (sr.reshard, {"embed.w": self.EMBED})):
-            check(
-                door(source, P("tp"), mesh_of(), renames=[self.HEAD]), {"embed.w": self.EMBED, "head.w": self.EMBED.T}
-            )
+            made = door(source, P("tp"), mesh_of(), renames=[self.HEAD])
+            check(made, {"embed.w": self.EMBED, "head.w": self.EMBED.T})
 
     @pytest.mark.parametrize(("path", "also"), [("table", ["table"]), (None, [])])
     def test_later_records_count_for_it(self, save, path, also):

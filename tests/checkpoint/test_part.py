@@ -52,9 +52,16 @@ def test_what_is_left_over_is_listed(checkpoint, caplog):
     assert "model.layers.{0,1}.mlp.down_proj.weight" in caplog.text
 
 
-def test_a_missing_leaf_is_an_error_though_not_strict(checkpoint):
-    with pytest.raises(sr.FileError, match="value_head: missing: the tree wants"):
-        sr.load(checkpoint, RULES, mesh_of(), tree=tree_of(checkpoint, **HEAD), strict=False)
+@pytest.mark.parametrize(
+    ("others", "options", "told"),
+    [
+        (HEAD, {"strict": False}, "value_head: missing: the tree wants"),
+        ({}, {"missing": {"valu_head": 0}}, "valu_head: missing: the tree has no such path"),
+    ],
+)
+def test_what_is_missing_is_an_error_though_not_strict(checkpoint, others, options, told):
+    with pytest.raises(sr.FileError, match=told):
+        sr.load(checkpoint, RULES, mesh_of(), tree=tree_of(checkpoint, **others), **options)
 
 
 COUNTED = np.arange(256.0).reshape(32, 8)
@@ -105,25 +112,16 @@ def test_a_value_of_a_leaf_called_value_is_its_own(checkpoint):
                 missing={"attn": {"value": 1.0}})  # fmt: skip
 
 
-def test_a_part_of_a_model_is_told(tmp_path, caplog):
+def test_a_part_of_a_model_and_arrays_that_an_index_leaves_out_are_told(tmp_path, caplog):
     sr.save({"a": np.ones(4), "b": np.ones(4)}, tmp_path / "m", shard_bytes=32)
     with caplog.at_level(logging.WARNING, "shardrules"):
         sr.load(tmp_path / "m" / "model-00001-of-00002.safetensors", P(), mesh_of())
+        sr.save({"a": np.ones(4), "b": np.ones(4)}, tmp_path / "n")
+        weights = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
+        (tmp_path / "n" / "model.safetensors.index.json").write_text(json.dumps(weights))
+        assert list(sr.load(tmp_path / "n", P(), mesh_of())) == ["a"]
     assert "is a part of a model; its directory has all" in caplog.text
-
-
-def test_arrays_that_an_index_leaves_out_are_told(tmp_path, caplog):
-    sr.save({"a": np.ones(4), "b": np.ones(4)}, tmp_path / "m")
-    index = tmp_path / "m" / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
-    with caplog.at_level(logging.WARNING, "shardrules"):
-        assert list(sr.load(tmp_path / "m", P(), mesh_of())) == ["a"]
     assert "1 array of model-00001-of-00001.safetensors, such as b, which the index" in caplog.text
-
-
-def test_a_missing_value_that_finds_nothing(checkpoint):
-    with pytest.raises(sr.FileError, match="valu_head: missing: the tree has no such path"):
-        sr.load(checkpoint, RULES, mesh_of(), tree=tree_of(checkpoint), missing={"valu_head": 0})
 
 
 @pytest.mark.parametrize("options", [{"strict": False}, {"missing": {"x": 0}}])

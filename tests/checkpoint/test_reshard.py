@@ -185,16 +185,3 @@ def test_the_shardings_of_another_tree():
     assert bits(moved["layers"][1]["w"]) == bits(tree()["layers"][1]["w"])
     with pytest.raises(TypeError, match=r"rules must be .* jax.tree.map\(lambda x: x.sharding, it\) as rules"):
         sr.reshard(placed, sampled)
-
-
-def test_boxes_stay():
-    """Other trees and plans with boxes or without: tests/plan/test_align.py."""
-    nn = pytest.importorskip("flax.linen")
-    array = np.arange(64, dtype="float32").reshape(8, 8)
-    boxed = {"a": {"kernel": nn.Partitioned(array, ("x", "y"))}}
-    for tree in (boxed, {"a": {"kernel": array}}):
-        plan = sr.plan(tree, [("kernel", ("fsdp", "tp"))], mesh_of())
-        moved = sr.reshard(boxed, plan)
-        assert jax.tree.structure(moved) == jax.tree.structure(boxed)
-        assert bits(*jax.tree.leaves(moved)) == bits(array)
-    assert sr.reshard(boxed, plan, dtype="bfloat16")["a"]["kernel"].value.dtype == jnp.bfloat16

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 import sys
 import tomllib
 from importlib import resources
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._base.dtypes import BITS, SAFETENSORS, bits_of, numpy_name
+from shardrules._base.dtypes import SAFETENSORS
 from shardrules._base.hardware import public_hardware
 from shardrules._base.io import FileError
 from shardrules._plan.files.leaves import ArraySpec
@@ -36,29 +34,6 @@ LEAVES = {
     "layers/0/bias": ArraySpec((8,), "float32"),
     "step": ArraySpec((), "int32"),
 }
-
-
-# Dtypes
-
-
-def test_dtypes_are_those_of_numpy_and_ml_dtypes():
-    for name in (name for name in BITS if "key<" not in name):
-        dtype = np.dtype(getattr(ml_dtypes, name, None) or name)
-        assert dtype.name == name
-        assert bits_of(dtype) == bits_of(name) == BITS[name]
-        # Types of less than a byte are not packed in numpy.
-        assert dtype.itemsize == max(1, BITS[name] // 8)
-    assert {numpy_name(name) for name in SAFETENSORS} <= BITS.keys()
-
-
-def test_bits_of_other_objects():
-    assert bits_of(jax.random.key(0).dtype) == 64
-    assert bits_of(np.dtype("S3")) == 24
-    with pytest.raises(ValueError, match="unknown dtype 'F23'; known ones are F32"):
-        bits_of("F23")
-    for odd in (None, 3, np.float32):
-        with pytest.raises(ValueError, match=re.escape(repr(odd))):
-            bits_of(odd)
 
 
 # JSON manifests

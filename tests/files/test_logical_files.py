@@ -12,7 +12,6 @@ import pytest
 
 import shardrules as sr
 from shardrules._base.io import memory_within
-from shardrules._plan.files.models import read_arrays
 from shardrules._plan.files.rules import read_rule_source
 from tests.support.command_line import invoke as run
 
@@ -124,11 +123,6 @@ MANIFEST = {
 def files(tmp_path):
     model = written(tmp_path, "model.json", json.dumps(MANIFEST))
     return model, "-r", written(tmp_path, "rules.toml", TOML), "-m", "fsdp=4,tp=2,expert=1"
-
-
-def test_names_of_a_manifest(files):
-    names = {key: tuple(value) for key, value in MANIFEST["logical_axes"].items()}
-    assert read_arrays(files[0]).logical_axes == names
 
 
 def test_commands(files, tmp_path):

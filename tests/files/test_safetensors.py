@@ -99,8 +99,6 @@ BAD_HEADERS = {
     "no json": (header_file(b"nonsense"), r"line 1, column 1: this is not JSON"),
     "no utf-8": (header_file(b'{"\xff": 1}'), "byte 2: this is not UTF-8 text"),
     "deep": (header_file(DEEP), "the JSON is nested too deeply"),
-    "list": (header_file([]), r"byte 8: the header is \[\] \(a list\), not an object of arrays"),
-    "entry": (header_file({"x": 3}), "array 'x': Expected `object`, got `int`"),
     "field": (header_file({"x": {"dtype": "F32", "shape": []}}), "array 'x': Object missing required field `data_offsets`"),
     "twice": (header_file(b'{"x": {}, "x": {}}'), "key 'x' is there twice in one object"),
     "negative": (header_file({"x": entry(0, 8, [-2])}, bytes(8)), r"shape \[-2\] has a negative"),
@@ -109,9 +107,7 @@ BAD_HEADERS = {
     "half a byte": (header_file({"x": entry(0, 1, [3], "F4")}, bytes(1)), r"1 bytes, but float4_e2m1fn\[3\] takes 1.5"),
     "cut": (header_file({"x": entry(0, 8), "y": entry(8, 16)}, bytes(15)), r"'y': .*\[8, 16\] lie outside the file's 15 bytes of data"),
     "name of half a pair": (header_file(rb'{"\ud800": 3}'), "array .* Expected `object`"),
-    "below": (header_file({"x": entry(-8, 0)}, b""), r"\[-8, 0\] lie outside"),
     "gap": (header_file({"x": entry(0, 8), "y": entry(12, 20)}, bytes(20)), "leave bytes out or"),
-    "more": (header_file({"x": entry(0, 8)}, bytes(9)), "leave bytes out or overlap"),
     "empty one inside": (header_file({"x": entry(0, 8), "y": entry(4, 4, [0])}, bytes(8)), "leave bytes out or overlap"),
     "dtype of numpy": (with_entry(dtype="float32"), "'float32' is not written as safetensors does"),
     "dtype in small letters": (with_entry(dtype="f32"), "array 'x': unknown dtype 'f32'"),
@@ -119,7 +115,6 @@ BAD_HEADERS = {
     "dimension of 65 bits": (header_file({"x": entry(0, 0, [0, 2**64])}), "more than 2"),
     "metadata of numbers": (metadata({"a": 1}), "__metadata__ is {'a': 1} .*, not an object of str"),
     "metadata as a list": (metadata([]), r"__metadata__ is \[\] \(a list\)"),
-    "half a pair": (metadata({"a": "\ud800"}), "__metadata__ '.ud800' has half a surrogate pair"),
     "nul padding": (header_file(b"{}\0\0"), "this is not JSON"),
 }  # fmt: skip
 

@@ -43,6 +43,10 @@ def test_every_door_finds_the_leaves(planned, form, mesh):
     for placed in (sr.shard(tree, plan), sr.reshard(tree, plan)):
         assert [leaf.sharding.spec for leaf in jax.tree.leaves(placed)] == expected
         assert not sr.audit(placed, plan)
+    half = sr.reshard(tree, plan, dtype="bfloat16")
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(half)} == {"bfloat16"}
+    if planned == form or (planned, form) == ("plain", "boxed"):  # else the tree is as the plan's
+        assert jax.tree.structure(placed) == jax.tree.structure(half) == jax.tree.structure(tree)
     again = sr.plan(tree, plan).shardings()
     assert [sharding.spec for sharding in jax.tree.leaves(again)] == expected
     step = jax.jit(lambda given: given, out_shardings=sr.named_shardings(tree, plan))

@@ -423,12 +423,6 @@ def test_the_example_of_a_rule_is_in_the_dialect_of_the_others(dialect):
     assert not of_kind(sr.plan(tree, both, MESH).check(), "unmatched")
 
 
-def test_a_spec_longer_than_the_rank_ended_in_an_error_of_zip():
-    rules = sr.Rules([("w", P("a", None, None))], correction=sr.Correction(rank="keep"))
-    found = sr.plan({"w": array(2, 3)}, rules, {"a": 2, "dp": 2}).check()
-    assert "the spec has 3 entries, the array 2 dimensions" in str(found)
-
-
 def test_a_sharding_that_jax_refuses_was_at_most_a_warning():
     """Nothing corrects specs that go to JAX as they are; `shard` does, and with correction= it is said."""
     tree, specs, mesh = {"k": array(2, 64)}, {"k": P("tp", "fsdp")}, {"fsdp": 2, "tp": 4}

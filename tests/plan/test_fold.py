@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardrules._core import templates
 from shardrules._plan.fold import fold, parts_of
 from tests.support import corpus
 from tests.support.slow import MODELS
@@ -105,13 +104,6 @@ def test_a_path_with_many_numbers(count):
     assert patterns_of([f"{i}{numbers}" for i in range(3)]) == ["{0..2}" + numbers]
     patterns = patterns_of([f"{numbers}/{i}" for i in range(3)])
     assert len(patterns) == (1 if count < 16 else 3)
-
-
-def test_templates_tell_names_from_numbers():
-    texts, of_path, numbers = templates(["a/1/b", "a/22/b", "a/x/b", "a\0b", "é3", "\ud8004"])
-    assert texts == ["a/\0#/b", "a/x/b", "a\x000b", "é\0#", "\ud800\0#"]
-    assert np.frombuffer(of_path, np.int32).tolist() == [0, 0, 1, 2, 3, 4]
-    assert np.frombuffer(numbers, np.int64).tolist() == [1, 22, 3, 4]
 
 
 @pytest.mark.parametrize("pattern", ["{", "}", "a{b}", "{1", "1}", "{}", "{,1}", "}{", "{{}", "{-1}", "{１}"])

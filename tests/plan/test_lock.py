@@ -73,19 +73,10 @@ TREE = {
 }
 
 
-DIALECTS = {
-    "EFORMER": [("wq|wk", P("fsdp", "tp")), (".*", P())],
-    "EASYLM": [("wq|wk", ("fsdp", "tp")), (".*", None)],
-    "SPECTRAX": [("wq|wk", P(("fsdp", "tp"), None)), ("x", "dp"), (".*", P())],
-    "KERAS": [(".*wq", P(None, "tp")), (".*q", P("dp")), ("layers/0/b", None)],
-    "KEYSTR": [(r"\['wq'\]", P(("fsdp", "dp"), "tp")), (".*", P())],
-    "NNX": [("wq|wk", P("fsdp", "tp")), (".*", P())],
-}
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", ["EFORMER", "EASYLM", "SPECTRAX", "KERAS", "KEYSTR", "NNX"])
 def test_dialects(dialect):
-    plan = sr.plan(TREE, sr.Rules(DIALECTS[dialect], getattr(sr.dialects, dialect)), MESH)
+    rules = [(".*wq.*", P(("fsdp", "dp"), "tp")), (".*q", "dp"), ("layers/0/b", None), (".*wk.*", "tp"), (".*b.*", ())]
+    plan = sr.plan(TREE, sr.Rules(rules, getattr(sr.dialects, dialect)), MESH)
     back = check_round_trip(plan)
     assert [pattern for pattern, _ in back.rules] == [pattern for pattern, _ in plan.rules]
     assert back.coverage == plan.coverage
@@ -342,59 +333,40 @@ def lock_of(tree=None):
 LOCK = lock_of()
 
 
-def edited(edit):
-    content = json.loads(LOCK)
-    edit(content)
+def at(content, place):
+    for key in place:
+        content = content[key]
+    return content
+
+
+def edited(*keys_and_value):
+    """The lock with a value at keys; ... removes what is there."""
+    content, (*keys, last, value) = json.loads(LOCK), keys_and_value
+    if value is ...:
+        del at(content, keys)[last]
+    else:
+        at(content, keys)[last] = value
     return json.dumps(content)
 
 
-def setting(*keys_and_value):
-    *keys, last, value = keys_and_value
-
-    def edit(content):
-        for key in keys:
-            content = content[key]
-        content[last] = value
-
-    return edit
-
-
-def removing(*keys):
-    def edit(content):
-        for key in keys[:-1]:
-            content = content[key]
-        del content[keys[-1]]
-
-    return edit
-
-
 @pytest.mark.parametrize(
-    "edit",
+    "text",
     [
-        setting("rules", 0, "pattern", "wk"),
-        setting("leaves", 1, "rule", 0),
-        setting("leaves", 1, "path", "other"),
-        setting("leaves", 1, "problem", "unmatched"),
-        setting("dialect", "correction", "rank", "keep"),
-        setting("mesh", "tp", 4),
-        setting("min_size", 8),
-        setting("digest", None),
-        lambda content: content["rules"].append(["x", []]),
-        lambda content: content["mesh"].update(dp=content["mesh"].pop("dp")),
+        edited("rules", 0, "pattern", "wk"),
+        edited("leaves", 1, "rule", 0),
+        edited("leaves", 1, "path", "other"),
+        edited("leaves", 1, "problem", "unmatched"),
+        edited("dialect", "correction", "rank", "keep"),
+        edited("mesh", "tp", 4),
+        edited("min_size", 8),
+        edited("digest", None),
+        edited("rules", [*json.loads(LOCK)["rules"], ["x", []]]),
+        edited("mesh", {"fsdp": 4, "tp": 2, "dp": 2}),
     ],
 )
-def test_what_was_changed_by_hand(edit):
-    assert sr.Plan.from_lock(edited(lambda _: None)).lock() == LOCK  # in one line, as tools write it
+def test_what_was_changed_by_hand(text):
+    assert sr.Plan.from_lock(json.dumps(json.loads(LOCK))).lock() == LOCK  # in one line, as tools write it
     with pytest.raises(sr.FileError, match="its digest is that of another lock: it was changed"):
-        sr.Plan.from_lock(edited(edit))
-
-
-@pytest.mark.parametrize("there", ['"mesh": {', '"rules": ['])
-def test_keys_that_are_there_twice(there):
-    """Python's reader takes the last, a reviewer reads the first."""
-    text = LOCK.replace(there, f"{there.split(':')[0]}: [], {there}", 1)
-    assert json.loads(text) == json.loads(LOCK)
-    with pytest.raises(sr.FileError, match="is there twice in one object"):
         sr.Plan.from_lock(text)
 
 
@@ -404,7 +376,7 @@ BOMBS = ["{0..99999999999}", "{0..9999999}", "{0..9}" * 30, "{0..999999}" + "x" 
 
 @pytest.mark.parametrize("pattern", BOMBS, ids=range(len(BOMBS)))
 def test_patterns_that_stand_for_too_much(pattern):
-    text = edited(setting("leaves", 0, "path", pattern))
+    text = edited("leaves", 0, "path", pattern)
     tracemalloc.start()
     start = time.process_time()
     try:
@@ -424,58 +396,50 @@ def test_patterns_that_stand_for_too_much(pattern):
 def test_paths_that_are_too_long_together(most, pattern):
     """A million of them may be read, or a few of megabytes: their text is what fills memory."""
     with pytest.raises(sr.FileError, match="more leaves than a lock may have"):
-        sr.Plan.from_lock(edited(setting("leaves", 0, "path", pattern)))
+        sr.Plan.from_lock(edited("leaves", 0, "path", pattern))
     alone = json.loads(LOCK)["leaves"][:1]
     many = [{**alone[0], "path": f"a{letter}/{{0..399999}}"} for letter in "xyz"]
     with pytest.raises(sr.FileError, match=r"leaves\[2\]: .* more leaves than a lock may have"):
-        sr.Plan.from_lock(edited(setting("leaves", many)))
+        sr.Plan.from_lock(edited("leaves", many))
     with pytest.raises(sr.FileError, match="its digest is that of another lock"):
-        sr.Plan.from_lock(edited(setting("leaves", [{**alone[0], "path": most}])))
+        sr.Plan.from_lock(edited("leaves", [{**alone[0], "path": most}]))
 
 
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("text", "message"),
     [
-        (
-            setting("format", "shardrules lock 2"),
-            "its format is 'shardrules lock 2' .*, and this reads 'shardrules lock 3'",
-        ),
-        (setting("format", ["shardrules lock 3"]), "its format is"),
-        (setting("more", 1), "key 'more' is unknown"),
-        (setting("messh", {}), "key 'messh' is unknown; did you mean 'mesh'"),
-        (removing("digest"), "digest is missing"),
-        (removing("format"), "its format is None"),
-        (removing("mesh"), "mesh is missing"),
-        (setting("mesh", "tp", 0), "the size of the mesh axis 'tp' is 0"),
-        (setting("mesh", {}), "a mesh without axes"),
-        (setting("mesh", "tp", 10**12), "a mesh of 8000000000000 devices"),
-        (setting("mesh", {f"a{i}": 1 for i in range(200)}), "a mesh of 200 axes"),
-        (setting("mesh", "tp", 2.5), "must be an integer"),
-        (setting("mesh", [["tp", 2]]), "mesh is .*; write a table of axes"),
-        (setting("rules", {}), "rules is {} .*; write a list"),
-        (setting("min_size", -8), "min_size is -8 .*; write a number of elements"),
-        (setting("dialect", None), "dialect: it is None"),
-        (setting("dialect", "keys", "other"), "keys is 'other'"),
-        (setting("dialect", "separator", 5), "separator is 5"),
-        (setting("dialect", "more", 5), "dialect: key 'more' is unknown"),
-        (setting("dialect", "name", []), "name is "),
-        (setting("dialect", "match", []), "match is empty"),
-        (setting("leaves", {}), "leaves is {} .*; write a list"),
-        (setting("leaves", 1, 5), r"leaves\[1\]: it is 5 .*; write a table"),
-        (setting("leaves", 1, "rule", 3), r"leaves\[1\]: there is no rule 3"),
-        (setting("leaves", 1, "rule", -1), r"leaves\[1\]: there is no rule -1"),
-        (setting("leaves", 1, "rule", True), r"leaves\[1\]: rule is True .*; write the number of a rule"),
-        (setting("leaves", 1, "shape", "44"), "shape is '44' .*; write a list of sizes"),
-        (setting("leaves", 1, "shape", [4, -4]), "is negative"),
-        (setting("leaves", 1, "shape", [4, 2.0]), "not an integer"),
-        (setting("leaves", 1, "shape", [2**62, 2**62]), "more bytes than can be counted"),
-        (setting("leaves", 1, "shape", [2**80, 0]), "more bytes than can be counted"),
-        (setting("leaves", 1, "dtype", "float7"), "float7"),
-        (setting("leaves", 1, "dtype", {"a": 1}), "dtype is .*; write a text"),
-        (setting("leaves", 1, "shape", None), "a leaf that is no array has the dtype 'bfloat16'"),
-        (setting("leaves", 1, "spec", None), "a leaf has a spec, or a problem"),
+        (edited("format", "shardrules lock 2"), "its format is '.*2' .*, and this reads 'shardrules lock 3'"),
+        (edited("messh", {}), "key 'messh' is unknown; did you mean 'mesh'"),
+        (edited("digest", ...), "digest is missing"),
+        (edited("format", ...), "its format is None"),
+        (edited("mesh", ...), "mesh is missing"),
+        (edited("mesh", "tp", 0), "the size of the mesh axis 'tp' is 0"),
+        (edited("mesh", {}), "a mesh without axes"),
+        (edited("mesh", "tp", 10**12), "a mesh of 8000000000000 devices"),
+        (edited("mesh", {f"a{i}": 1 for i in range(200)}), "a mesh of 200 axes"),
+        (edited("mesh", [["tp", 2]]), "mesh is .*; write a table of axes"),
+        (edited("rules", {}), "rules is {} .*; write a list"),
+        (edited("min_size", -8), "min_size is -8 .*; write a number of elements"),
+        (edited("dialect", None), "dialect: it is None"),
+        (edited("dialect", "keys", "other"), "keys is 'other'"),
+        (edited("dialect", "separator", 5), "separator is 5"),
+        (edited("dialect", "more", 5), "dialect: key 'more' is unknown"),
+        (edited("dialect", "name", []), "name is "),
+        (edited("dialect", "match", []), "match is empty"),
+        (edited("leaves", {}), "leaves is {} .*; write a list"),
+        (edited("leaves", 1, 5), r"leaves\[1\]: it is 5 .*; write a table"),
+        (edited("leaves", 1, "rule", 3), r"leaves\[1\]: there is no rule 3"),
+        (edited("leaves", 1, "rule", -1), r"leaves\[1\]: there is no rule -1"),
+        (edited("leaves", 1, "rule", True), r"leaves\[1\]: rule is True .*; write the number of a rule"),
+        (edited("leaves", 1, "shape", "44"), "shape is '44' .*; write a list of sizes"),
+        (edited("leaves", 1, "shape", [4, -4]), "is negative"),
+        (edited("leaves", 1, "shape", [2**62, 2**62]), "more bytes than can be counted"),
+        (edited("leaves", 1, "dtype", "float7"), "float7"),
+        (edited("leaves", 1, "dtype", {"a": 1}), "dtype is .*; write a text"),
+        (edited("leaves", 1, "shape", None), "a leaf that is no array has the dtype 'bfloat16'"),
+        (edited("leaves", 1, "spec", None), "a leaf has a spec, or a problem"),
         *(
-            (setting("leaves", 1, "spec", spec), message)
+            (edited("leaves", 1, "spec", spec), message)
             for spec, message in (
                 ({"entries": ["dp"], "unreduced": ["dp"]}, "overlap|this version of JAX has no unreduced"),
                 ({"entries": ["dp"], "unreduced": []}, "spec: its axes are"),
@@ -484,21 +448,22 @@ def test_paths_that_are_too_long_together(most, pattern):
                 ({"entries": ["dp"], "other": ["tp"]}, "spec: key 'other' is unknown"),
             )
         ),
-        (setting("leaves", 1, "spec", [3]), r"leaves\[1\]: entry 0 of spec is 3"),
-        (setting("leaves", 1, "spec", ["tp", "tp"]), r"leaves\[1\]: .* names an axis twice"),
-        (setting("leaves", 1, "spec", [["tp", "dp", "tp"]]), r"leaves\[1\]: .* names an axis twice"),
-        (setting("leaves", 1, "path", 3), "path is 3 .*; write a text"),
-        (setting("leaves", 1, "path", "{3..1}"), "no numbers are 3..1"),
-        (setting("leaves", 1, "path", "{1..2..3}"), "leaves"),
-        (setting("leaves", 1, "path", "{1..2"), "braces make no sense"),
-        (setting("leaves", 1, "color", "red"), r"leaves\[1\]: key 'color' is unknown"),
-        (setting("leaves", 1, "path", "layers/{0,1}/b"), "two of its patterns stand for the same path"),
+        (edited("leaves", 1, "spec", [3]), r"leaves\[1\]: entry 0 of spec is 3"),
+        (edited("leaves", 1, "spec", ["tp", "tp"]), r"leaves\[1\]: .* names an axis twice"),
+        (edited("leaves", 1, "path", 3), "path is 3 .*; write a text"),
+        (edited("leaves", 1, "path", "{3..1}"), "no numbers are 3..1"),
+        (edited("leaves", 1, "path", "{1..2..3}"), "leaves"),
+        (edited("leaves", 1, "path", "{1..2"), "braces make no sense"),
+        (edited("leaves", 1, "memory_kind", "pinned_hsot"), "leaves.*memory_kind is 'pinned_hsot'.*'pinned_host'"),
+        (edited("rules", 0, "memory_kind", "pinned_hsot"), "rule.*memory_kind is 'pinned_hsot'.*'pinned_host'"),
+        (edited("leaves", 1, "color", "red"), r"leaves\[1\]: key 'color' is unknown"),
+        (edited("leaves", 1, "path", "layers/{0,1}/b"), "two of its patterns stand for the same path"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=lambda value: value[:50] if value[0] != "{" else "",
 )
-def test_what_is_no_lock(edit, message):
+def test_what_is_no_lock(text, message):
     with pytest.raises(sr.FileError, match=message) as caught:
-        sr.Plan.from_lock(edited(edit))
+        sr.Plan.from_lock(text)
     assert str(caught.value).startswith("the lock: ")
     first, *_ = str(caught.value).splitlines()
     assert first.endswith("; make the lock again with Plan.lock or shardrules plan --lock")
@@ -514,19 +479,15 @@ def test_what_is_no_lock(edit, message):
         "{" + '"a":{' * 100_000,
         '{"a": ' + "[" * 100_000,
         '{"a": ' + "1" * 5000 + "}",
-        edited(setting("mesh", "tp", float("nan"))),
-        edited(setting("leaves", 1, "shape", [4, float("inf")])),
+        edited("mesh", "tp", float("nan")),
+        edited("leaves", 1, "shape", [4, float("inf")]),
+        LOCK.replace('"mesh": {', '"mesh": [], "mesh": {', 1),  # Python's reader takes the last, a reviewer the first
+        *(LOCK[:end] for end in range(1, len(LOCK) - 2, 47)),
     ],
 )
 def test_what_is_no_json(text):
     with pytest.raises(sr.FileError, match="^the lock: "):
         sr.Plan.from_lock(text)
-
-
-def test_truncated_locks():
-    for end in range(1, len(LOCK) - 2, 7):
-        with pytest.raises(sr.FileError):
-            sr.Plan.from_lock(LOCK[:end])
 
 
 def places(content, path=()):
@@ -544,12 +505,6 @@ VALUES = st.one_of(
     st.lists(st.integers(-1, 8), max_size=3), st.lists(st.sampled_from(["tp", "dp", None, "zz"]), max_size=3),
     st.sampled_from(PLACES).map(lambda place: copy.deepcopy(at(json.loads(LOCK), place))),
 )  # fmt: skip
-
-
-def at(content, place):
-    for key in place:
-        content = content[key]
-    return content
 
 
 @given(st.lists(st.tuples(st.sampled_from(PLACES), VALUES | st.just(...)), min_size=1, max_size=2))

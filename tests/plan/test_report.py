@@ -77,37 +77,27 @@ class Page(HTMLParser):
 
     def __init__(self, page):
         super().__init__()
-        self.tags, self.scripts, self.attributes, self.headings = [], [], [], []
-        self.inside, self.title = None, ""
+        self.tags, self.attributes, self.texts, self.is_inside = [], [], [""], False
         self.feed(page)
+        (self.title,), self.scripts, self.headings = map(self.of_tag, ("title", "script", "h2"))
+        self.data = json.loads(self.scripts[0])
+        # (pattern, kind, number of leaves) of each folded row
+        self.rows = [(pattern, self.data["kinds"][kind], leaves) for pattern, kind, leaves in self.data["rows"]]
+
+    def of_tag(self, tag):
+        return [text for each, text in zip(self.tags, self.texts[1:], strict=True) if each == tag]
 
     def handle_starttag(self, tag, attrs):
-        self.inside = tag
         self.tags.append(tag)
+        self.texts.append("")
         self.attributes += [(tag, *attribute) for attribute in attrs]
-        if tag == "script":
-            self.scripts.append("")
+        self.is_inside = True
 
     def handle_endtag(self, tag):
-        self.inside = None
+        self.is_inside = False
 
     def handle_data(self, data):
-        if self.inside == "script":
-            self.scripts[-1] += data
-        elif self.inside == "title":
-            self.title += data
-        elif self.inside == "h2":
-            self.headings.append(data)
-
-    @property
-    def data(self):
-        return json.loads(self.scripts[0])
-
-    @property
-    def rows(self):
-        """(pattern, kind, number of leaves) of each folded row."""
-        data = self.data
-        return [(pattern, data["kinds"][kind], leaves) for pattern, kind, leaves in data["rows"]]
+        self.texts[-1] += data * self.is_inside
 
 
 def test_content(deepseek):
@@ -170,22 +160,6 @@ def test_the_page_says_what_the_command_line_says(tmp_path, gradients):
         assert told == text.splitlines()[-len(told) :]
 
 
-def test_a_sweep_that_counts_something_else_is_refused(deepseek):
-    text = deepseek.to_html(sections=[FINDINGS, deepseek.sweep(**ADAM)], **ADAM)
-    assert f"<p>{deepseek.bytes_per_device(**ADAM)}</p>" in text
-    with pytest.raises(ValueError, match="give both the same gradients= and optimizer="):
-        deepseek.to_html(sections=[FINDINGS, deepseek.sweep()], **ADAM)
-
-
-def test_the_chart_painted_replicated_state_as_sharded():
-    """Gradients and moments of a replicated array counted as bytes, and not as replicated ones."""
-    plan = sr.plan({"w": jax.ShapeDtypeStruct((1024, 1024), "bfloat16")}, [("w", ())], {"fsdp": 4})
-    (row,) = plan.sweep(gradients=True, optimizer=("float32", "float32"))
-    assert row.replicated == row.bytes == 12 * 2**20
-    (cut,) = plan.with_rules([("w", "fsdp")]).sweep(gradients=True)
-    assert (cut.replicated, cut.bytes) == (0, 2**20)
-
-
 @pytest.mark.parametrize(("name", "written"), [("own", "to_python"), ("eformer", "to_toml")])
 def test_the_page_ends_with_suggested_rules(name, written):
     """As a file, or as code where no file can say them; with the reason of each."""
@@ -198,6 +172,10 @@ def test_the_page_ends_with_suggested_rules(name, written):
 
 
 def test_sections_of_something_else_are_refused(deepseek, program):
+    text = deepseek.to_html(sections=[FINDINGS, deepseek.sweep(**ADAM)], **ADAM)
+    assert f"<p>{deepseek.bytes_per_device(**ADAM)}</p>" in text
+    with pytest.raises(ValueError, match="give both the same gradients= and optimizer="):
+        deepseek.to_html(sections=[FINDINGS, deepseek.sweep()], **ADAM)
     other = sr.suggest({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, {"tp": 2})
     with pytest.raises(ValueError, match="suggestion: it is for 1 leaf of 256 bytes, the plan for 45,395"):
         deepseek.to_html(sections=[FINDINGS, other])
@@ -205,6 +183,9 @@ def test_sections_of_something_else_are_refused(deepseek, program):
         deepseek.to_html(sections=[deepseek])
     with pytest.raises(ValueError, match="program: it is for tp=2, the plan for fsdp="):
         deepseek.to_html(sections=[program[1]])
+    last = program[0].to_html(sections=[program[1]]).rpartition("<h2>")[2]
+    assert last.startswith("Compiled program</h2>")
+    assert "f32[512,512]" in last
 
 
 def test_leaves_without_a_rule():
@@ -334,6 +315,13 @@ def test_browser_shows_all_parts(opened, deepseek):
     assert "q_b_proj/kernel" in page.inner_text("#treemap")
     assert page.locator("#leaf-table tr.large").count() == 3
     assert "[[rules]]" in page.inner_text("main > section:last-child")
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(background)
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate(background) != light
+    page.emulate_media(media="print", color_scheme="dark")
+    assert page.evaluate(background) == light
+    assert not page.is_visible("#search")
 
 
 @pytest.fixture(scope="module")
@@ -345,14 +333,6 @@ def program():
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     step = jax.jit(lambda params, x: jnp.tanh(x @ params["w"]), out_shardings=whole)
     return plan, sr.inspect(step.lower(plan.abstract(), x).compile(), (plan, None))
-
-
-def test_the_page_has_the_compiled_program(program):
-    plan, report = program
-    last = plan.to_html(sections=[report]).rpartition("<h2>")[2]
-    assert last.startswith("Compiled program</h2>")
-    assert "all-gather" in last
-    assert "f32[512,512]" in last
 
 
 AXE = os.environ.get("AXE", ROOT / "node_modules/axe-core/axe.min.js")
@@ -391,7 +371,7 @@ def test_browser_shows_corrections_and_problems(opened):
     assert page.locator("#legend code").all_inner_texts() == ["replicated", "no spec", "P('tp', None)"]
 
 
-def test_browser_search(opened, deepseek):
+def test_browser_search_and_sorting(opened, deepseek):
     page = opened(deepseek)
     assert page.inner_text("#count") == "45,395 leaves in 23 folded rows"
     for text, leaves, rows in (
@@ -413,6 +393,18 @@ def test_browser_search(opened, deepseek):
     page.click("#legend button >> nth=0")
     assert page.input_value("#search") == "replicated"
     assert len(leaf_rows(page)) == 10
+    search(page, "")
+
+    def sorted_by(column, place):
+        page.click(f"#leaf-table th button:text-is('{column}')")
+        return page.locator(f"#leaf-table td:nth-child({place})").all_inner_texts()
+
+    assert "q_b_proj" in leaf_rows(page)[0]
+    leaves = [int(text.replace(",", "")) for text in sorted_by("Leaves", 2)]
+    assert (leaves, len(leaves)) == (sorted(leaves, reverse=True), 23)
+    assert [int(text.replace(",", "")) for text in sorted_by("Leaves", 2)] == leaves[::-1]
+    assert page.get_attribute("#leaf-table th:nth-child(2)", "aria-sort") == "ascending"
+    assert sorted_by("Path", 1)[0] == "lm_head/kernel"
 
 
 def test_browser_numbers_beyond_2_to_the_53(opened):
@@ -474,22 +466,6 @@ def test_browser_opens_a_million_leaves(opened, levels):
     assert 0 < len(leaf_rows(page)) <= 500
 
 
-def test_browser_sorting(opened, deepseek):
-    page = opened(deepseek)
-
-    def sorted_by(column, place):
-        page.click(f"#leaf-table th button:text-is('{column}')")
-        return page.locator(f"#leaf-table td:nth-child({place})").all_inner_texts()
-
-    assert "q_b_proj" in leaf_rows(page)[0]
-    leaves = [int(text.replace(",", "")) for text in sorted_by("Leaves", 2)]
-    assert leaves == sorted(leaves, reverse=True)
-    assert len(leaves) == 23
-    assert [int(text.replace(",", "")) for text in sorted_by("Leaves", 2)] == sorted(leaves)
-    assert page.get_attribute("#leaf-table th:nth-child(2)", "aria-sort") == "ascending"
-    assert sorted_by("Path", 1)[0] == "lm_head/kernel"
-
-
 def test_browser_hostile_names(opened, hostile):
     plan, shown = hostile
     page = opened(plan, **shown)
@@ -542,14 +518,3 @@ def test_browser_treemap(opened, deepseek):
     page.set_viewport_size({"width": 700, "height": 900})
     page.wait_for_timeout(1000)
     assert page.locator("#treemap > .slice").bounding_box()["width"] < before - 300
-
-
-def test_browser_dark_and_print(opened, deepseek):
-    page = opened(deepseek)
-    background = "getComputedStyle(document.body).backgroundColor"
-    light = page.evaluate(background)
-    page.emulate_media(color_scheme="dark")
-    assert page.evaluate(background) != light
-    page.emulate_media(media="print", color_scheme="dark")
-    assert page.evaluate(background) == light
-    assert not page.is_visible("#search")

@@ -83,38 +83,6 @@ def test_the_roles_of_real_models(name, end, expected, columns):
     assert (" ".join(found.sides), found.columns) == (expected, columns)
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-405b", "easydel-deepseek-v3", "maxtext-llama3.1-405b-scanned"])
-def test_each_kernel_is_understood_and_has_a_residual_side(name):
-    for found in roles(model(name)).values():
-        assert found.is_known
-        assert found.is_vector or "residual" in found.sides
-
-
-def test_without_a_sign_of_the_layout_it_is_not_known():
-    (found,) = roles(abstract({"w": (512, 128)})).values()
-    assert (found.is_known, found.columns) == (False, ())
-
-
-@pytest.mark.parametrize(
-    ("norms", "given", "heads"),
-    [
-        ({"q_norm": 32, "k_norm": 32}, None, {"q": (1, 32), "k": (1, 32), "o": (0, 32)}),
-        ({"q_norm": 256}, None, {}),  # of all heads together
-        ({"q_norm": 256, "k_norm": 64}, None, {}),
-        ({"q_norm": 32, "k_norm": 16}, None, {}),
-        ({}, 64, {"q": (1, 64), "k": (1, 64), "o": (0, 64)}),
-    ],
-)
-def test_heads_are_of_the_size_of_their_norm(norms, given, heads):
-    kernels = {
-        f"{name}_proj": {"kernel": shape} for name, shape in {"q": (512, 256), "k": (512, 64), "o": (256, 512)}.items()
-    }
-    layer = {"attn": {**kernels, **{name: {"scale": (size,)} for name, size in norms.items()}}}
-    found = roles(abstract({"layers": [layer] * 2}), given)
-    of_layer = {name: found[f"layers/{{0,1}}/attn/{name}_proj/kernel"] for name in "qko"}
-    assert {name: (dims.head, dims.unit) for name, dims in of_layer.items() if dims.head is not None} == heads
-
-
 def test_a_kernel_of_four_dimensions_without_the_width_is_not_known():
     up, down = {"kernel": (64, 256)}, {"kernel": (256, 64)}
     found = roles(abstract({"up": up, "down": down, "mix": {"kernel": (4, 8, 12, 16)}}))

@@ -40,13 +40,6 @@ def test_a_large_leaf_that_no_dimension_divides_is_found():
     assert found["correction"].bytes > 50 * MIB
 
 
-def test_a_strategy_for_all_leaves_is_no_catch_all():
-    """Its `.*` says something of each leaf; those that it replicates are found all the same."""
-    tree = {"w": array(4096, 4096), **{f"norm{i}": array(1024, 512) for i in range(100)}}
-    found = list(sr.plan(tree, [(".*", sr.fsdp("fsdp"))], {"fsdp": 8}).check())
-    assert [(one.kind, one.leaves) for one in found] == [("replicated", 100)]
-
-
 def test_each_mesh_of_a_sweep_has_its_own_dimensions():
     tree = {"w": array(9 * 64, 4096)}
     plan = sr.plan(tree, [(".*", sr.fsdp("fsdp"))], {"fsdp": 8})

@@ -75,7 +75,8 @@ def test_meshes_of_ones_own():
     assert [row.bytes for row in rows] == [32 + 16, 64 + 16, 256 + 16, 256 + 16]
     assert [row.replicated for row in rows] == [16, 16, 272, 272]
     assert [row.corrections for row in rows] == [0, 0, 0, 1]
-    assert plan.sweep([{"tp": 8}], gradients=True)[0].replicated == 32
+    (row,) = plan.sweep([{"tp": 8}], gradients=True, optimizer=("float32", "float32"))
+    assert (row.replicated, row.bytes) == (4 * 16, 4 * (32 + 16))
     assert all(row.fits is None for row in rows)
     assert len(str(rows).splitlines()) == 5
     assert str(rows).splitlines()[1].startswith("tp=8 ")
@@ -135,13 +136,6 @@ def test_meshes_that_do_not_fit_or_leave_leaves_without_a_spec_come_last():
     assert [(row.problems, row.fits) for row in rows] == [(0, True), (0, False), (1, True)]
 
 
-def test_problems_are_counted_not_raised():
-    rules = [("w", sr.RuleSpec(("tp",), sr.Correction(indivisible="error")))]
-    plan = sr.plan({"w": array(6), "x": array(2)}, rules, {"tp": 2})
-    rows = plan.sweep([{"tp": 2}, {"tp": 4}])
-    assert {row.mesh["tp"]: (row.problems, row.bytes) for row in rows} == {2: (1, 12 + 8), 4: (2, 24 + 8)}
-
-
 def test_other_devices_and_axes():
     plan = sr.plan({"w": array(8)}, [("w", "tp")], {"dp": 2, "tp": 2})
     assert {tuple(row.mesh.items()) for row in plan.sweep()} == {
@@ -156,13 +150,6 @@ def test_too_many_meshes():
         plan.sweep(devices=2**20, axes=[f"a{i}" for i in range(12)])
     with pytest.raises(ValueError, match="at most 10,000 meshes"):
         plan.sweep({"tp": 2} for _ in itertools.count())
-
-
-@pytest.mark.parametrize(("mesh", "error"), [({"tp": 0}, ValueError), ({"tp": "2"}, TypeError), ({}, ValueError)])
-def test_what_is_no_mesh(mesh, error):
-    plan = sr.plan({"w": array(8)}, [("w", P("tp"))], {"tp": 2})
-    with pytest.raises(error, match="mesh"):
-        plan.sweep([mesh])
 
 
 def test_the_plan_of_a_state_is_put_on_each_mesh():

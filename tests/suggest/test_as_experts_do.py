@@ -115,22 +115,6 @@ def test_heads_of_keys_are_cut_where_they_divide_and_whole_elsewhere(tree, mesh,
     assert not found.warnings
 
 
-@pytest.mark.parametrize("mesh", [{"fsdp": 16, "ep": 8}, {"fsdp": 8, "ep": 4}])
-def test_experts_that_no_name_tells_are_cut_by_their_axis(mesh):
-    found = sr.suggest(gpt_oss(), mesh)
-    experts = {path: found.plan.kind(path).spec for path in found.plan.paths if "Mlp" in path and "gate" not in path}
-    assert len(experts) == 12
-    assert all(spec[0] == "ep" for spec in experts.values())
-    assert not found.warnings
-
-
-def test_routers_are_whole_over_tensor_axes():
-    found = sr.suggest(gpt_oss(), {"fsdp": 4, "tp": 4})
-    spec = next(by_name(found, path) for path in found.plan.paths if "gate" in path and "kernel" in path)
-    assert spec == ("fsdp",)
-    assert not found.warnings
-
-
 def test_projections_to_a_latent_space_are_whole_over_tensor_axes():
     attention = {
         "q_a_proj": kernel(4096, 1536), "q_b_proj": kernel(1536, 12288),
@@ -162,12 +146,23 @@ def test_biases_follow_the_columns_of_their_kernels():
     assert (by_name(only_fsdp, "layers/0/mlp/fc1/bias")) == ()
 
 
-def test_biases_with_heads_and_of_experts_follow_them():
-    found = sr.suggest(gpt_oss(), {"fsdp": 2, "tp": 4, "ep": 2})
-    ends = {"query/bias": ("tp",), "key/bias": ("tp",), "wi_0_bias": ("ep", None, "tp"), "out/bias": ()}
-    for end, spec in ends.items():
-        path = next(path for path in found.plan.paths if path.endswith(end))
-        assert by_name(found, path) == spec
+EXPERTS = {"wi_0": ("ep", None, "fsdp"), "wi_1": ("ep", None, "fsdp"), "wo": ("ep", None, None, "fsdp")}
+BIASES = {"query/bias": ("tp",), "key/bias": ("tp",), "wi_0_bias": ("ep", None, "tp"), "out/bias": ()}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "ends"),
+    [
+        ({"fsdp": 16, "ep": 8}, EXPERTS),  # that no name tells
+        ({"fsdp": 4, "tp": 4}, {"gate/kernel": ("fsdp",)}),  # routers are whole over tensor axes
+        ({"fsdp": 2, "tp": 4, "ep": 2}, BIASES),  # with heads and of experts
+    ],
+)
+def test_experts_routers_and_biases(mesh, ends):
+    found = sr.suggest(gpt_oss(), mesh)
+    assert {end: {by_name(found, path) for path in found.plan.paths if path.endswith(end)} for end in ends} == {
+        end: {spec} for end, spec in ends.items()}  # fmt: skip
+    assert not found.warnings
 
 
 def test_scales_follow_their_blocks():
