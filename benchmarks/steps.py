@@ -22,8 +22,10 @@ from examples import prove_405b
 
 SLICE = "v5p:8x8x8"
 SIZES = {"fsdp": 64, "tp": 8}
-SMALL = {"LAYERS": 2, "WIDTH": 32, "HIDDEN": 64, "HEADS": 8, "KV": 2, "SIZE": 8, "VOCAB": 64,
-         "ROWS": 8, "LENGTH": 16}  # fmt: skip
+SMALL: dict[str, Any] = {
+    "LAYERS": 2, "WIDTH": 32, "HIDDEN": 64, "HEADS": 8, "KV": 2, "SIZE": 8, "VOCAB": 64, "ROWS": 8,
+    "LENGTH": 16,
+}  # fmt: skip
 
 
 def rows() -> Iterator[Row]:
