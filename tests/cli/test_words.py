@@ -26,37 +26,27 @@ COMMANDS = {command.name: command for command in map(command_named, names())}
 @pytest.mark.parametrize(
     ("words", "options"),
     [
-        ("model -m tp=2", {}),
-        ("-m tp=2 model", {}),
-        ("model -m tp=2 --lock -x", {"lock": "-x"}),
-        ("model -mtp=2 --hbm 5GB", {"hbm": 5 * 10**9}),
-        ("model -m tp=2 --rules=-b", {"rules": ("r", "-b")}),
-        ("model -m tp=2 --gradients same --optimizer adam", {"gradients": True, "optimizer": ("float32",) * 2}),
-        ("model -m tp=2 --gradients BF16", {"gradients": "bfloat16"}),
-        ("model -m tp=2 --dialect NNX", {"dialect": sr.dialects.NNX}),
-        ("-m tp=2 -q -- model", {}),
-        ("model -m tp=2 --hbm v5P", {"hbm": sr.Hardware.named("v5p").memory_bytes}),
-        ("model -m fsdp=2,tp=4", {"mesh": {"fsdp": 2, "tp": 4}}),
-        ("- -m tp=2", {"model": "-"}),
-    ],
-)  # fmt: skip
-def test_words_are_options(words, options):
-    got = vars(options_of("plan", "-r", "r", *words.split()))
-    assert got | PLAN | options == got
-
-
-@pytest.mark.parametrize(
-    ("words", "options"),
-    [
-        ("--devices 8 --axes fsdp,tp", {"devices": 8, "axes": ("fsdp", "tp")}),
-        ("-m tp=2 -m tp=4", {"mesh": ({"tp": 2}, {"tp": 4})}),
-        ("-m tp=2 --try batch=8,16 --try remat=True,none,x,0.5",
+        ("plan -r r model -m tp=2", {}),
+        ("plan -r r -m tp=2 model", {}),
+        ("plan -r r model -m tp=2 --lock -x", {"lock": "-x"}),
+        ("plan -r r model -mtp=2 --hbm 5GB", {"hbm": 5 * 10**9}),
+        ("plan -r r model -m tp=2 --rules=-b", {"rules": ("r", "-b")}),
+        ("plan -r r model -m tp=2 --gradients same --optimizer adam", {"gradients": True, "optimizer": ("float32",) * 2}),
+        ("plan -r r model -m tp=2 --gradients BF16", {"gradients": "bfloat16"}),
+        ("plan -r r model -m tp=2 --dialect NNX", {"dialect": sr.dialects.NNX}),
+        ("plan -r r -m tp=2 -q -- model", {}),
+        ("plan -r r model -m tp=2 --hbm v5P", {"hbm": sr.Hardware.named("v5p").memory_bytes}),
+        ("plan -r r model -m fsdp=2,tp=4", {"mesh": {"fsdp": 2, "tp": 4}}),
+        ("plan -r r - -m tp=2", {"model": "-"}),
+        ("sweep model --devices 8 --axes fsdp,tp", {"devices": 8, "axes": ("fsdp", "tp")}),
+        ("sweep model -m tp=2 -m tp=4", {"mesh": ({"tp": 2}, {"tp": 4})}),
+        ("sweep model -m tp=2 --try batch=8,16 --try remat=True,none,x,0.5",
          {"tries": {"batch": [8, 16], "remat": [True, None, "x", 0.5]}}),
     ],
 )  # fmt: skip
-def test_words_of_sweep_are_options(words, options):
-    got = vars(options_of("sweep", "model", *words.split()))
-    assert got | options == got
+def test_words_are_options(words, options):
+    got = vars(options_of(*words.split()))
+    assert got | (PLAN if words.startswith("plan") else {}) | options == got
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -18,27 +18,17 @@ ocp = pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not in
 RULES = [("embedding", sr.RuleSpec("tp", memory_kind="pinned_host")), ("wq/kernel", P("fsdp", "tp")), (".*", P())]
 
 
-@pytest.fixture
-def params():
-    key = iter(range(100))
-
-    def array(*shape, dtype="float32"):
-        return jax.random.normal(jax.random.key(next(key)), shape).astype(dtype)
-
-    return {
-        "embedding": array(16, 8),
-        "layers": [{"wq": {"kernel": array(8, 8, dtype="bfloat16")}, "norm": array(8)}] * 2,
-        "step": jnp.int32(7),
-    }
+LAYER = {"wq": {"kernel": jnp.arange(64, dtype="bfloat16").reshape(8, 8)}, "norm": jnp.arange(8.0)}
+PARAMS = {"embedding": jnp.arange(128.0).reshape(16, 8), "layers": [LAYER] * 2, "step": jnp.int32(7)}
 
 
 @pytest.fixture
-def saved(params, tmp_path, mesh):
+def saved(tmp_path, mesh):
     """A checkpoint of the arrays on the mesh."""
     path = tmp_path / "checkpoint"
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(path, sr.shard(params, RULES, mesh))
+            checkpointer.save(path, sr.shard(PARAMS, RULES, mesh))
     except AttributeError as error:
         pytest.skip(f"this orbax does not work with this JAX: {error}")
     return path
@@ -48,13 +38,13 @@ def equal(a, b):
     return jax.tree.all(jax.tree.map(lambda x, y: bool((np.asarray(x) == np.asarray(y)).all()), a, b))
 
 
-def test_restored_arrays_have_the_plan_s_shardings(params, saved, mesh):
+def test_restored_arrays_have_the_plan_s_shardings(saved, mesh):
     """On that mesh and on another; orbax stores no memory kinds: the target has them."""
     other = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tp"))
     for there in (mesh, other):
-        plan = sr.plan(params, RULES, there)
+        plan = sr.plan(PARAMS, RULES, there)
         restored = ocp.StandardCheckpointer().restore(saved, plan.abstract())
-        assert equal(restored, params)
+        assert equal(restored, PARAMS)
         shardings = jax.tree.map(lambda x: x.sharding, restored)
         assert shardings == plan.shardings()
         assert shardings["embedding"].memory_kind == "pinned_host"

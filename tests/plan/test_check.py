@@ -177,37 +177,6 @@ def test_the_value_of_nnx_itself():
     assert only(found, "nnx-value").leaves == 2
 
 
-def test_an_axis_of_a_logical_rule_for_activations_is_one_note():
-    tree, mesh = {"w": array(8192, 8192)}, {"dp": 4, "tp": 4}
-    rules = sr.LogicalRules([("batch", "dp"), ("mlp", "tp"), ("embed", None)])
-    plan = sr.plan(tree, rules, mesh, names={"w": ("embed", "mlp")})
-    (one,) = plan.check()
-    assert (one.level, one.kind, one.rule) == ("info", "unused-axis", 0)
-    assert "named only by rule 0 'batch' -> 'dp', which no leaf meets" in one.message
-    assert "data_axes=['dp']" in one.fix
-    assert plan.check(data_axes=["dp"]) == ()
-
-
-def test_an_axis_that_a_misspelt_name_keeps_unused_is_a_warning():
-    rules = sr.LogicalRules([("embex", "fsdp"), ("mlp", "tp")])
-    plan = sr.plan({"w": LARGE}, rules, MESH, names={"w": ("embed", "mlp")})
-    assert only(plan.check(large=MIB), "unused-axis").level == "warning"
-
-
-def test_a_leaf_whose_base_no_rule_meets_falls_to_its_own_rule():
-    tree = {"layers": {"wo": array(32, 64, 64), "wq": array(32, 64, 64)}}
-    rules = [("layers/wo", ("fsdp", "tp")), (r"layers/\d+/wq", ("fsdp", "tp"))]
-    plan = sr.plan(tree, rules, MESH, companions=[sr.stacked("layers")])
-    one = only(plan.check(), "companion")
-    assert (one.level, one.paths, one.leaves) == ("warning", ("layers/wo",), 1)
-    assert one.bytes == plan.kind("layers/wo").device_bytes
-    assert "should follow a rule for 'layers/0/wo' and the like, but none meets that" in one.message
-    assert "what decides is rule 0, as if there were no companion" in one.message
-    assert "add a rule that matches 'layers/0/wo'" in one.fix
-    assert "no rule meets its base layers/0/wo, so its own counts" in " ".join(str(plan.explain("layers/wo")).split())
-    assert "follows        layers/0/wq" in str(plan.explain("layers/wq"))
-
-
 EVERYTHING = {
     "tree": {"w": array(4096, 1022), "layers": [{"v": LARGE}] * 4, "x": LARGE, "y": LARGE, "twice": LARGE, "z": LARGE,
              "far": LARGE, "part": [LARGE] * 32, "attn": {"k_proj": array(4096, 768)}, "off": LARGE, "nnx": {"value": array(8)}},
@@ -370,14 +339,6 @@ def test_what_jax_refuses_to_place_is_a_misfit(spec):
     assert bool(found) == refused_by_jax(spec, mesh, 2)
     assert all((one.level, one.rule, one.paths) == ("error", 0, ("w",)) for one in found)
     assert all("cannot be applied to the shape (8, 8): " in one.message and one.fix for one in found)
-
-
-def test_the_axes_of_a_dict_are_not_explicit():
-    plan = sr.plan({"w": array(8, 8)}, [("w", P("fsdp", unreduced={"tp"}))], MESH)
-    (one,) = (one for one in plan.check() if one.kind == "misfit")
-    assert "'tp' is unreduced and is not Explicit" in one.message
-    with pytest.raises(ValueError, match="rule 0 'w' .* is not Explicit"):
-        plan.shardings()
 
 
 def test_a_scale_is_not_to_be_padded():

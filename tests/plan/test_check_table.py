@@ -77,6 +77,8 @@ MISFIT = [
     Row("not what is corrected", {"w": array(8, 6)}, SHARDED, None),
     Row("ambiguous", {"w": LARGE, "aw": LARGE, "wb": LARGE}, sr.Rules([(".*w", ("tp",)), ("w.*", None)], KERAS), {
         "level": "error", "leaves": 1, "rule": None, "paths": ("w",), "says": "several rules match"}),
+    Row("axes of a dict are not explicit", {"w": array(8, 8)}, [("w", P("fsdp", unreduced={"tp"}))], {
+        "says": "'tp' is unreduced and is not Explicit"}),
     Row("not an axis that the mesh lacks", {"w": array(6, 8)}, exact(("w", ("fsdp", "sp"))), {
         "level": "error", "says": "dim 0 of size 6 is not divisible by fsdp=8"}),
 ]  # fmt: skip
@@ -292,6 +294,8 @@ SHADOWED = [
 ]  # fmt: skip
 
 HUNDRED = {"w": [LARGE] * 100}
+NAMES = {"names": {"w": ("embed", "mlp")}}
+BATCHES = sr.LogicalRules([("batch", "dp"), ("mlp", "tp"), ("embed", None)])
 UNUSED_AXIS = [
     Row("an axis", {"w": LARGE}, SHARDED, {
         "level": "info", "message": "the mesh axis 'dp' cuts no leaf: everything is held 2 times along it"},
@@ -305,6 +309,12 @@ UNUSED_AXIS = [
     Row("a mesh four times as large that holds as much", HUNDRED, SHARDED, {
         "level": "warning", "bytes": 100 * 16 * MIB // 32 * 3 // 4}, {"dp": 4, **MESH}),
     Row("declared", HUNDRED, SHARDED, None, {"dp": 4, **MESH}, options={"data_axes": ["dp"]}, only=""),
+    Row("of a logical rule for activations", {"w": array(8192, 8192)}, BATCHES, {
+        "level": "info", "rule": 0, "says": "named only by rule 0 'batch' -> 'dp', which no leaf meets", "advises": "data_axes=['dp']"},
+        {"dp": 4, "tp": 4}, NAMES, only="unused-axis"),
+    Row("declared", {"w": array(8192, 8192)}, BATCHES, None, {"dp": 4, "tp": 4}, NAMES, {"data_axes": ["dp"]}, only=""),
+    Row("kept by a misspelt name", {"w": LARGE}, sr.LogicalRules([("embex", "fsdp"), ("mlp", "tp")]), {"level": "warning"},
+        of_plan=NAMES, options={"large": MIB}),
 ]  # fmt: skip
 
 SQUARE, LARGER = {"fsdp": 2, "tp": 2}, array(4096, 4096)
@@ -326,6 +336,11 @@ SCANNED = {"layers": {"wq": array(32, 64, 64)}}
 NO_LEAVES = {"level": "warning", "paths": (), "leaves": 0}
 COMPANION = [
     Row("no rule is left", {"layers": {"wo": array(8, 8)}}, [], {"says": "what decides is no rule"}, of_plan=STACKED),
+    Row("a base that no rule meets", {"layers": {"wo": array(32, 64, 64), "wq": array(32, 64, 64)}},
+        [("layers/wo", ("fsdp", "tp")), (r"layers/\d+/wq", ("fsdp", "tp"))], {
+        "level": "warning", "paths": ("layers/wo",), "leaves": 1, "bytes": 32 * 64 * 64 * 4 // 32,
+        "says": "what decides is rule 0, as if there were no companion",
+        "advises": "add a rule that matches 'layers/0/wo'"}, of_plan=STACKED),
     Row("all layers follow", {**SCANNED, "norm": array(64)}, [(r"layers/\d+/wq", ("fsdp", "tp")), ("norm", ())], None, of_plan=STACKED),
     *(Row(f"finds nothing: {mistyped.pattern}", SCANNED, [("", "fsdp")],
           {**NO_LEAVES, "message": f"the companion {mistyped.pattern!r} finds no leaf"},

@@ -369,17 +369,14 @@ def test_what_is_too_long_for_a_layer_is_too_long_for_its_stack(rank, expected):
 
 FOLLOWER = [("^base$", P("tp")), ("follower", P("fsdp"))]
 TO_NOTHING, TO_BASE = sr.Companion("follower", "none"), sr.Companion("^fol.*", "base")
+ONE = {"follower": abstract(8)}
 QUANTIZED_LORA = {"kernel_lora_a": {"array": {"qvalue": abstract(64, 4), "scale": abstract(1, 4)}}}
 FOLLOWING = {
     # what it is: (tree, rules, companions, {path: (spec, source)})
     "a stack at the root, as an ensemble of equinox.filter_vmap": (
-        {"deep": {"wq": abstract(8, 64, 32)}}, [("wq", P("fsdp", "tp"))], [sr.stacked("")],
-        {"deep/wq": (P(None, "fsdp", "tp"), "deep/wq")},
-    ),
+        {"wq": abstract(8, 64, 32)}, [("wq", P("fsdp", "tp"))], [sr.stacked("")], {"wq": (P(None, "fsdp", "tp"), "wq")}),
     "the stack cut as well": (
-        {"wq": abstract(8, 64, 32)}, [("wq", P("fsdp", "tp"))], [sr.stacked("", mesh_axis="dp")],
-        {"wq": (P("dp", "fsdp", "tp"), "wq")},
-    ),
+        {"wq": abstract(8, 64, 32)}, [("wq", P("fsdp", "tp"))], [sr.stacked("", mesh_axis="dp")], {"wq": (P("dp", "fsdp", "tp"), "wq")}),
     "a stack in dim 1, as MaxText's, cut by stages": (
         {"layers": {"w": abstract(64, 8, 32)}}, [("layers/0/w", P("fsdp", "tp"))], [sr.stacked("layers", axis=1, mesh_axis="dp")],
         {"layers/w": (P("fsdp", "dp", "tp"), "layers/0/w")},
@@ -402,27 +399,14 @@ FOLLOWING = {
         {"leaf": abstract(8)}, [("base", P("fsdp", "tp"))],
         [sr.Companion("leaf$", "mid", dims=(7,)), sr.Companion("mid$", "base", dims=(0, ...))], {"leaf": (P(), "base")},
     ),
-    "a base that no rule meets": (
-        {"follower": abstract(8)}, FOLLOWER, [TO_NOTHING], {"follower": (P("fsdp"), "follower")},
-    ),
-    "a base that is not in the tree": (
-        {"follower": abstract(8)}, FOLLOWER, [TO_BASE], {"follower": (P("tp"), "base")},
-    ),
-    "the first companion counts": (
-        {"follower": abstract(8)}, FOLLOWER, [TO_NOTHING, TO_BASE],
-        {"follower": (P("fsdp"), "follower")},
-    ),
+    "a base that no rule meets": (ONE, FOLLOWER, [TO_NOTHING], {"follower": (P("fsdp"), "follower")}),
+    "a base that is not in the tree": (ONE, FOLLOWER, [TO_BASE], {"follower": (P("tp"), "base")}),
+    "the first companion counts": (ONE, FOLLOWER, [TO_NOTHING, TO_BASE], {"follower": (P("fsdp"), "follower")}),
     "a record for another rank is none": (
-        {"follower": abstract(8)}, FOLLOWER, [replace(TO_NOTHING, dims=(0, 1)), TO_BASE],
-        {"follower": (P("tp"), "base")},
-    ),
+        ONE, FOLLOWER, [replace(TO_NOTHING, dims=(0, 1)), TO_BASE], {"follower": (P("tp"), "base")}),
     "a leaf that no rule matches, too small for its base's": (
-        {"follower": abstract(8)}, sr.Rules(FOLLOWER[:1], min_size=9), [TO_BASE], {"follower": (P(), "base")},
-    ),
-    "a leaf too small for its base's rule": (
-        {"follower": abstract(8)}, sr.Rules(FOLLOWER, min_size=9), [TO_BASE],
-        {"follower": (P(), "follower")},
-    ),
+        ONE, sr.Rules(FOLLOWER[:1], min_size=9), [TO_BASE], {"follower": (P(), "base")}),
+    "a leaf too small for its base's rule": (ONE, sr.Rules(FOLLOWER, min_size=9), [TO_BASE], {"follower": (P(), "follower")}),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Plans whose leaves specs, shardings or another plan decide, and other functions that take a plan."""
+"""Plans whose leaves specs, shapes, shardings or another plan decide, and other functions that take a plan."""
 
 from __future__ import annotations
 
@@ -152,3 +152,54 @@ def test_companions_are_for_rules_of_paths_alone():
     ):
         with pytest.raises(ValueError, match="companions are for rules of paths alone"):
             sr.plan(tree, rules, SIZES, companions=sr.LORA, **more)
+
+
+def cuts(spec):
+    """The entries without trailing None."""
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return tuple(entries)
+
+
+def test_a_plan_says_how_a_spec_came_about():
+    tree = {"w": array(2048, 2048), "odd": array(2049, 2049), "norm": array(2048)}
+    plan = sr.plan(tree, [("", sr.fsdp("fsdp"))], {"fsdp": 8})
+    assert [tuple(plan.kind(p).wanted) for p in tree] == [(None, "fsdp"), (None, "fsdp"), ()]
+    for path, text in {
+        "w": "dim 1 is the largest that fsdp=8 divides",
+        "odd": "dim 1 is the largest; fsdp=8 divides none",
+        "norm": "leaves it alone: its 8.19 kB are less than min_bytes",
+    }.items():
+        assert text in str(plan.explain(path))
+
+
+def test_a_large_leaf_that_no_dimension_divides_is_found():
+    plan = sr.plan({"odd": array(4099, 4099)}, [(".*", sr.fsdp("fsdp"))], {"fsdp": 8})
+    found = {finding.kind: finding for finding in plan.check(large=2**20)}
+    warned = {kind for kind, one in found.items() if one.level == "warning"}
+    assert warned == {"correction", "replicated"}
+    assert "is not divisible by fsdp=8" in found["correction"].message
+    assert found["correction"].bytes > 50 * 2**20
+
+
+def test_each_mesh_of_a_sweep_has_its_own_dimensions():
+    tree = {"w": array(9 * 64, 4096)}
+    plan = sr.plan(tree, [(".*", sr.fsdp("fsdp"))], {"fsdp": 8})
+    assert cuts(plan.on_mesh({"fsdp": 9}).specs()["w"]) == ("fsdp",)
+    rows = plan.sweep([{"fsdp": 8}, {"fsdp": 9}, {"fsdp": 11}])
+    assert [(row.mesh["fsdp"], row.corrections) for row in rows] == [(9, 0), (8, 0), (11, 1)]
+
+
+def test_what_follows_a_base_is_cut_by_its_own_shape():
+    tree = {"layers": {"w": array(8192, 64, 256)}, "k": {"kernel": array(64, 256), "kernel_scale": array(256)}}
+    rules = [(r"layers/\d+/w|kernel", sr.fsdp("fsdp", min_bytes=4096, within=("tp",)))]
+    companions = [sr.stacked("layers"), *sr.QUANTIZED]
+    plan = sr.plan(tree, rules, {"fsdp": 8, "tp": 4}, companions=companions)
+    found = jax.tree.map(cuts, plan.specs(), is_leaf=lambda node: isinstance(node, P))
+    placed = sr.named_shardings(tree, plan)
+    assert jax.tree.map(lambda one: cuts(one.spec), placed) == found
+    # The stack is no dimension of the layer; the scale is too small, and has no dim 0 of the kernel.
+    assert found["layers"]["w"] == (None, "tp", "fsdp")
+    assert found["k"] == {"kernel": ("tp", "fsdp"), "kernel_scale": ()}
+    assert "the rule of what it follows, dims (-, 0, 1)" in str(plan.explain("layers/w"))

@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._base.rule_specs import LibraryCorrection
 from tests.support import corpus, references
-from tests.support.plans import shard_bytes
 from tests.support.slow import MODELS
 from tests.support.trees import WITHOUT_ARRAYS, array, kinds_of_trees, trees_of_libraries
 from tests.support.work import calls
@@ -201,34 +200,6 @@ class TestMeshes:
     def test_what_is_no_mesh(self, bad):
         with pytest.raises(TypeError if bad == 3 else ValueError, match="mesh"):
             sr.plan(self.TREE, self.RULES, bad)
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [P("fsdp", "tp"), P(("fsdp", "tp")), P(("tp", "fsdp"), "dp"), P(None, ("dp", "tp", "fsdp")), P("tp")],
-    ids=str,
-)
-@pytest.mark.parametrize("shape", [(10, 7), (3, 5), (9, 1), (1, 1), (8, 8), (0, 4), (17, 33)], ids=str)
-def test_bytes_per_device_of_uneven_shards(mesh, shape, spec):
-    """JAX gives no slices for uneven shards, but XLA's op sharding does: it pads up to equal parts."""
-    plan = sr.plan(
-        {"w": array(*shape)}, sr.Rules([("w", spec)], correction=sr.Correction(indivisible="keep", pad=False)), mesh
-    )
-    assert plan.specs() == {"w": spec}
-    padded = tuple(
-        size + -size % prod(mesh.shape[axis] for axis in ([entry] if isinstance(entry, str) else entry or ()))
-        for size, entry in zip(shape, [*spec, None][:2], strict=True)
-    )
-    most = 0
-    for slices in NamedSharding(mesh, spec).devices_indices_map(padded).values():
-        # The part of its slices that is no padding.
-        real = [
-            len(range(*s.indices(p))[: max(0, size - (s.start or 0))])
-            for s, p, size in zip(slices, padded, shape, strict=True)
-        ]
-        most = max(most, prod(real) * 4)
-    assert plan.bytes_per_device().max == most
-    assert shard_bytes(plan) == [most]
 
 
 LETTERS = str.maketrans("0123456789", "abcdefghij")

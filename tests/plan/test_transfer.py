@@ -98,11 +98,14 @@ def test_uneven_shards_and_packed_elements(mesh, other, found):
     plan = sr.plan(trees, sr.Rules(rules, correction=UNEVEN), mesh)
     changed = sr.plan(trees, sr.Rules(other_rules, correction=UNEVEN), other)
     received = dict.fromkeys(boxes(other, (), ()), 0)  # by brute force, from the boxes of both meshes
+    held = dict.fromkeys(received, 0)
     for (before, after), count in counted(plan, changed):
         bits, old = bits_of(before.dtype), boxes(mesh, before.shape, entries_of(before.spec))
         for device, box in boxes(other, after.shape, entries_of(after.spec)).items():
             kept = size(overlap(old[device], box)) if device in old else 0
             received[device] += rounded_up((size(box) - kept) * bits) * count
+            held[device] += rounded_up(size(box) * bits) * count
+    assert changed.bytes_per_device().max == max(held.values())
     moved = plan.transfer(changed)
     assert moved.received.ravel().tolist() == list(received.values())
     assert moved.total == sum(received.values()) == sum(row.received for row in moved)
