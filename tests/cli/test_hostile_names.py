@@ -11,6 +11,7 @@ import pytest
 
 import shardrules as sr
 from tests.support.command_line import invoke
+from tests.support.files import header_file
 from tests.support.hostile_names import HOSTILE, assert_safe
 from tests.support.slow import slow
 
@@ -35,8 +36,7 @@ def safetensors(path, names):
     header, at = {}, 0
     for name in names:
         header[name] = {"dtype": "F32", "shape": [8, 8], "data_offsets": [at, at := at + 256]}
-    encoded = json.dumps(header).encode()
-    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + bytes(at))
+    path.write_bytes(header_file(header, bytes(at)))
     return str(path)
 
 

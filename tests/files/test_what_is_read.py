@@ -60,11 +60,6 @@ def test_names_with_slashes_are_levels_and_those_with_dots_stay_whole(tmp_path):
     }  # fmt: skip
 
 
-def test_equal_leaves_are_one_object(tmp_path):
-    path = written(tmp_path / "a.json", *([f"w{i}", [2, 2], "F32"] for i in range(50)))
-    assert len(set(map(id, sr.read_model(path).values()))) == 1
-
-
 def test_every_dtype_of_files_is_one_of_jax(tmp_path):
     path = written(tmp_path / "a.json", *([name, [2], name] for name in BITS))
     assert {name: leaf.dtype.name for name, leaf in sr.read_model(path).items()} == {name: name for name in BITS}

@@ -51,14 +51,6 @@ def planned(mesh=MESH, rules=RULES):
     return sr.plan(tree, rules, mesh, names=names)
 
 
-def optional(rules, axes):
-    return sr.LogicalRules(rules, optional_axes=axes)
-
-
-def kinds_of(findings):
-    return {one.kind for one in findings}
-
-
 class TestWhereNamesComeFrom:
     @pytest.mark.parametrize("box", [nn.LogicallyPartitioned, meta.Partitioned, flax_core_meta.Partitioned])
     def test_boxes_of_flax_and_ours(self, box):
@@ -221,7 +213,7 @@ class TestQuestions:
         assert [(one.rule, one.dim, one.outcome, one.to) for one in tried] == [
             (2, 0, "wins", None), (4, 1, "wins", None), (5, 1, "dim taken", 4), (6, 2, "wins", None),
         ]  # fmt: skip
-        absent = str(planned({"tp": 4}, optional(RULES, ["fsdp"])).explain("wi"))
+        absent = str(planned({"tp": 4}, sr.LogicalRules(RULES, optional_axes=["fsdp"])).explain("wi"))
         assert "dim 0 'embed': rule 2 -> 'fsdp' loses: the mesh lacks its mesh axes" in absent
         unknown = sr.plan({"w": array((8,))}, RULES, MESH, names={"w": ("embd",)})
         assert "dim 0 'embd': no rule is for it" in str(unknown.explain("w"))
@@ -286,7 +278,7 @@ class TestQuestions:
             adam = state.specs()[0]
             assert adam.mu == adam.nu == SPECS
             assert adam.count == P()
-            assert "unnamed" not in kinds_of(state.check())
+            assert "unnamed" not in {one.kind for one in state.check()}
 
 
 BIG, SMALL = (8192, 8192), (8, 8)
@@ -310,7 +302,7 @@ CHECKED = {
     "more names": ({"w": ((4096 * 4096,), ("embed", "mlp"))}, RULES, [("correction", "info", "the spec has 2 entries")]),
     "an absent axis, though another rule wins": ({"w": (BIG, ("embed", "mlp"))}, sr.LogicalRules(TWO_RULES), [
         ("unknown-axis", "error", "rule 0 'embed' -> 'fdsp'")]),
-    "declared": ({"w": (BIG, ("embed", "mlp"))}, optional(TWO_RULES, ["fdsp"]), [("correction", "info", "'fdsp'")]),
+    "declared": ({"w": (BIG, ("embed", "mlp"))}, sr.LogicalRules(TWO_RULES, optional_axes=["fdsp"]), [("correction", "info", "'fdsp'")]),
     "what does not divide": ({"w": ((6, 2**24), ("heads", "kv"))}, RULES, [
         ("correction", "warning", "rule 4 'heads' -> 'tp': dim 0 of size 6 is not divisible")]),
     "replicated": ({"w": (BIG, ("kv", None))}, RULES, [("replicated", "warning", "the names ('kv', None)")]),

@@ -11,20 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from examples import demo
-from shardrules._plan.sweep import factorizations
 from tests.support import corpus
 from tests.support.trees import array
-
-
-@pytest.mark.parametrize("count", [1, 2, 12, 16, 36, 97])
-@pytest.mark.parametrize("axes", [("a",), ("tp", "dp"), ("dp", "fsdp", "tp")])
-def test_factorizations(count, axes):
-    found = list(factorizations(count, axes))
-    sizes = itertools.product(range(1, count + 1), repeat=len(axes))
-    brute_force = {chosen for chosen in sizes if prod(chosen) == count}
-    assert {tuple(mesh.values()) for mesh in found} == brute_force
-    assert len(found) == len(brute_force)
-    assert all(tuple(mesh) == axes for mesh in found)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +23,7 @@ def test_factorizations(count, axes):
         (0, ("a",), "devices is 0"),
         (-4, ("a",), "devices is -4"),
         (10**18, ("a", "b"), "a mesh of 1000000000000000000 devices; it can have at most 16,777,216"),
-        (2**20, [f"axis{i}" for i in range(12)], "at most 10,000 meshes"),
+        (2**20, [f"x{i}" for i in range(12)], "at most 10,000 meshes"),
     ],
 )
 def test_factorizations_that_there_are_not(count, axes, message):
@@ -54,9 +42,9 @@ def test_rows_are_those_of_fresh_plans(model):
     tree = corpus.manifest(model).nested(corpus.with_dtype)
     plan = sr.plan(tree, RULES, {"fsdp": 4, "tp": 2, "sp": 2})
     rows = plan.sweep(gradients="float32", hbm=100 * 10**9)
-    assert {tuple(row.mesh.items()) for row in rows} == {
-        tuple(m.items()) for m in factorizations(16, ("fsdp", "tp", "sp"))
-    }
+    sizes = itertools.product(range(1, 17), repeat=3)
+    assert sorted(tuple(row.mesh.values()) for row in rows) == [each for each in sizes if prod(each) == 16]
+    assert all(tuple(row.mesh) == ("fsdp", "tp", "sp") for row in rows)
     best, *others = rows
     margin = max(100 * 10**9, best.bytes) / 20
     assert all(best.bytes <= row.bytes + margin or row.fits < best.fits for row in others)
