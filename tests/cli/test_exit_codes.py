@@ -81,6 +81,17 @@ def test_a_reader_that_stops_is_no_finding(command):
         assert process.wait(120) == 128 + signal.SIGPIPE
 
 
+def ended_by(name, words, folder):
+    """The exit code of a process that gets the signal when it has begun, and says nothing."""
+    with subprocess.Popen(words, cwd=folder, stderr=subprocess.PIPE) as process:
+        while not (folder / "begun").exists():
+            time.sleep(0.01)
+            assert process.poll() is None
+        process.send_signal(getattr(signal, name))
+        assert process.stderr.read().strip() == b""
+        return process.wait(120)
+
+
 @POSIX
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
 def test_a_signal_ends_it_in_order(small, tmp_path, name):
@@ -100,13 +111,7 @@ def test_a_signal_ends_it_in_order(small, tmp_path, name):
     # A job in the background, as CI may be, is born with Ctrl-C ignored, and under nohup with SIGHUP.
     start = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); signal.signal(signal.SIGINT, signal.default_int_handler); from shardrules._cli import main; main()"
     words = [sys.executable, "-c", start, "plan", "slow:tree", *small[1:], NOTHING]
-    with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE) as process:
-        while not (tmp_path / "begun").exists():
-            time.sleep(0.01)
-            assert process.poll() is None
-        process.send_signal(getattr(signal, name))
-        assert process.stderr.read().strip() == b""
-        assert process.wait(120) == 128 + getattr(signal, name)
+    assert ended_by(name, words, tmp_path) == 128 + getattr(signal, name)
     assert (tmp_path / "tidied").exists()
 
 
@@ -169,13 +174,7 @@ def test_a_compiler_that_hears_no_signal_is_ended(tmp_path, name):
         "lock(mutex), pathlib.Path('begun').touch(), lock(mutex)\n"
     )
     words = [sys.executable, "-c", deaf]
-    with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE) as process:
-        while not (tmp_path / "begun").exists():
-            time.sleep(0.01)
-            assert process.poll() is None
-        process.send_signal(getattr(signal, name))
-        assert process.stderr.read() == b""
-        assert process.wait(120) == -getattr(signal, name)
+    assert ended_by(name, words, tmp_path) == -getattr(signal, name)
 
 
 @pytest.mark.parametrize(

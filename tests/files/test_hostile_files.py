@@ -119,7 +119,6 @@ BOMBS = {
     "replicated.json": (plain((b'{"rules":[],"replicated":["', 1), (b"a", 5_000_000), (b'"]}', 1)), "replicated[0]: the pattern has 5"),
     "many rules.json": (plain((b"[", 1), (b'["abc",[]],', 1_000_000), (b'["abc",[]]]', 1)), "reading this file of 11.0 MB takes"),
     "unread rules.toml": (sparse(400 * MIB), LARGE),
-    "unread rules.yml": (sparse(400 * MIB), LARGE),
     "unread rules.json.gz": (packed((b" ", 300_000_000), (b"[]", 1)), LARGE),
     "unread hardware.toml": (sparse(400 * MIB), LARGE),
 }  # fmt: skip

@@ -44,6 +44,19 @@ def _experts(experts: int, hidden: int, inner: int) -> Shapes:
 
 _NORMS: Final = ("input_layernorm/kernel", "post_attention_layernorm/kernel")
 
+
+def _decoder(hidden: int, vocabulary: int, attention: tuple[int, ...], inner: int, norms: tuple[str, ...] = _NORMS,
+             *, has_head: bool = True) -> Shapes:  # fmt: skip
+    """Of layers of attention and an MLP."""
+    return {
+        "model/embed_tokens/embedding": (vocabulary, hidden), "model/norm/kernel": (hidden,),
+        **({"lm_head/kernel": (hidden, vocabulary)} if has_head else {}),
+        **_at("model/layers/*/self_attn", _attention(hidden, *attention)),
+        **_at("model/layers/*/mlp", _mlp(hidden, inner)),
+        **_at("model/layers/*", dict.fromkeys(norms, (hidden,))),
+    }  # fmt: skip
+
+
 MODELS: Final = {
     "qwen3-235b-a22b": Model(94, {
         "model/embed_tokens/embedding": (151936, 4096), "lm_head/kernel": (4096, 151936), "model/norm/kernel": (4096,),
@@ -52,17 +65,10 @@ MODELS: Final = {
         "model/layers/*/mlp/gate/kernel": (4096, 128),
         **_at("model/layers/*", dict.fromkeys(_NORMS, (4096,))),
     }),
-    "qwen3-32b": Model(64, {
-        "model/embed_tokens/embedding": (151936, 5120), "lm_head/kernel": (5120, 151936), "model/norm/kernel": (5120,),
-        **_at("model/layers/*/self_attn", _attention(5120, 64 * 128, 8 * 128, norm=128)),
-        **_at("model/layers/*/mlp", _mlp(5120, 25600)),
-        **_at("model/layers/*", dict.fromkeys(_NORMS, (5120,))),
-    }),
+    "qwen3-32b": Model(64, _decoder(5120, 151936, (64 * 128, 8 * 128, 128), 25600)),
     "gemma-3-27b": Model(62, {
-        "model/embed_tokens/embedding": (262208, 5376), "model/norm/kernel": (5376,),
-        **_at("model/layers/*/self_attn", _attention(5376, 32 * 128, 16 * 128, norm=128)),
-        **_at("model/layers/*/mlp", _mlp(5376, 21504)),
-        **_at("model/layers/*", dict.fromkeys((*_NORMS, "pre_feedforward_layernorm/kernel", "post_feedforward_layernorm/kernel"), (5376,))),
+        **_decoder(5376, 262208, (32 * 128, 16 * 128, 128), 21504, has_head=False),
+        "model/layers/*/pre_feedforward_layernorm/kernel": (5376,), "model/layers/*/post_feedforward_layernorm/kernel": (5376,),
     }),
     "gpt-oss-120b": Model(36, {
         "model/embed_tokens/embedding": (201088, 2880), "lm_head/kernel": (2880, 201088), "model/norm/scale": (2880,),
@@ -95,12 +101,7 @@ MODELS: Final = {
         "transformer/h/*/mlp/dense_4h_to_h/kernel": (24576, 6144), "transformer/h/*/mlp/dense_4h_to_h/bias": (6144,),
         **{f"transformer/h/*/{norm}/{part}": (6144,) for norm in ("input_layernorm", "post_attention_layernorm") for part in ("scale", "bias")},
     }, "float16"),
-    "command-r7b": Model(32, {
-        "model/embed_tokens/embedding": (256000, 4096), "model/norm/kernel": (4096,),
-        **_at("model/layers/*/self_attn", _attention(4096, 32 * 128, 8 * 128)),
-        **_at("model/layers/*/mlp", _mlp(4096, 14336)),
-        "model/layers/*/input_layernorm/kernel": (4096,),
-    }),
+    "command-r7b": Model(32, _decoder(4096, 256000, (32 * 128, 8 * 128), 14336, _NORMS[:1], has_head=False)),
     "phi-3-medium": Model(40, {
         "model/embed_tokens/embedding": (32064, 5120), "lm_head/kernel": (5120, 32064), "model/norm/kernel": (5120,),
         "model/layers/*/self_attn/qkv_proj/kernel": (5120, 7680), "model/layers/*/self_attn/o_proj/kernel": (5120, 5120),
@@ -121,10 +122,5 @@ MODELS: Final = {
         "decoder_block_*/ffw_linear/kernel": (24576, 3072), "decoder_block_*/pre_attention_norm/scale": (3072,), "decoder_block_*/pre_ffw_norm/scale": (3072,),
         "final_normalization/scale": (3072,),
     }),
-    "llama-3-8b-scalax": Model(32, {
-        "model/embed_tokens/embedding": (128256, 4096), "lm_head/kernel": (4096, 128256), "model/norm/kernel": (4096,),
-        **_at("model/layers/*/self_attn", _attention(4096, 4096, 1024)),
-        **_at("model/layers/*/mlp", _mlp(4096, 14336)),
-        **_at("model/layers/*", dict.fromkeys(_NORMS, (4096,))),
-    }),
+    "llama-3-8b-scalax": Model(32, _decoder(4096, 128256, (4096, 1024), 14336)),
 }  # fmt: skip
