@@ -134,6 +134,8 @@ YAML = [
     ("logical_axis_rules: [[embed, !!python/name:os.getcwd x]]", r"line 1, column 30: .*this is no name but os.getcwd"),
     ("logical_axis_rules: [[a, &a [tp]],\n[b, *a]]", r"line 1, column 26: an alias: write out"),
     ("b: *a", r"this is not YAML: found undefined alias .*line 1, column 4"),
+    ("a: &a [x]\n? *a\n: 1", r"line 1, column 4: this key is no text"),
+    ("logical_axis_rules: [[!!str {a: b}, tp]]", r"column 23: this is no name but map"),
     ("logical_axis_rules: [[a, 3]]", "this is no name but int"),
     ('x: "\\UFFFFFFFF"', "this is not YAML: .*too large"),
     ("\x00", "not YAML"),

@@ -98,14 +98,17 @@ def parse_yaml(path: Path, data: bytes) -> dict[str, Any]:
         seen.add(id(node))
         if node.id == "sequence":
             return list(map(names_in, node.value))
-        kind = node.tag.rpartition(":")[2]
+        kind = "map" if node.id == "mapping" else node.tag.rpartition(":")[2]
         if kind not in ("str", "null"):
             raise FileError(f"{line_of(node)}: this is no name but {kind}; write a text, or a list")
         return node.value if kind == "str" else None
 
-    nodes = {str(key.value): node for key, node in root.value}
+    for key, _ in root.value:
+        if key.id != "scalar":  # whose text would be that of all its aliases
+            raise FileError(f"{line_of(key)}: this key is no text; write one")
+    nodes = {key.value: node for key, node in root.value}
     if len(nodes) < len(root.value):
-        name = first_repeated([str(key.value) for key, _ in root.value])
+        name = first_repeated([key.value for key, _ in root.value])
         raise FileError(f"{path}: the key {name!r} is there twice; remove one")
     return {key: names_in(nodes[key]) if key.endswith(MAXTEXT_KEY) else None for key in nodes}
 
