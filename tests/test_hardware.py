@@ -64,12 +64,8 @@ def test_all_public_devices_are_compared_and_on_the_page():
 
 def test_names_are_found_in_any_case_and_others_refused():
     assert sr.Hardware.named("h100") is sr.Hardware.named("H100")
-    with pytest.raises(ValueError, match="did you mean '7x'"):
-        sr.Hardware.named("v7x")
     with pytest.raises(ValueError, match=r"there are some for v4, v5e, .*B200; give those of"):
         sr.Hardware.named("MI300X")
-    with pytest.raises(TypeError, match="name is 3"):
-        sr.Hardware.named(3)
 
 
 def test_a_record_of_ones_own():

@@ -104,15 +104,6 @@ def test_no_text_advises_to_install_a_name_that_no_index_has():
     assert not [name for name in advised if "shardrules" in name]
 
 
-@pytest.mark.parametrize(("rules", "code"), [(RIGHT, 0), (DEAD, 1)])
-def test_the_action_annotates_the_rule(job, rules, code):
-    (job / "rules.toml").write_text(rules)
-    result = run_step(CHECK, given(**CASE, fail_on="warning"))
-    assert result.returncode == code, result.stderr
-    dead = "::warning file=rules.toml,line=8,title=shardrules dead::rule 2 'gone'"
-    assert (dead in result.stdout) is bool(code)
-
-
 PROJECT = """model = "model.json"
 mesh = { tp = 2 }
 fail-on = "warning"

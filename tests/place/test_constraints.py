@@ -380,11 +380,3 @@ class TestWhatIsRemembered:
         for size in range(1, 8):
             text_of([jnp.zeros(size)] * 4, P("tp"), mesh)
             assert len(memory.known) <= 3
-
-
-@pytest.mark.parametrize(("min_size", "is_cut"), [(0, True), (17, False)])
-def test_min_size_inside_jit_and_out(mesh, min_size, is_cut):
-    rules = sr.Rules([("w", P("tp"))], min_size=min_size)
-    for call in (constrain, jax.jit(constrain, static_argnums=(1, 2))):
-        found = call({"w": np.ones((4, 4), np.float32)}, rules, mesh)["w"]
-        assert found.sharding.is_fully_replicated != is_cut

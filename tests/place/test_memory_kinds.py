@@ -29,21 +29,13 @@ def placed(mesh, kind, *entries):
 @functions
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_says_nothing_about_memory_does_not_move_it(mesh, function, kind):
-    for before in ((), ("fsdp", "tp"), ("tp",)):
-        array = placed(mesh, kind, *before)
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[3], memory_kind=kind)
+    arrays = [placed(mesh, kind, *before) for before in ((), ("fsdp", "tp"), ("tp",))]
+    for array in (*arrays, jax.device_put(arrays[0], one)):
         for wanted in (RULES, P("fsdp", "tp"), {"w": P("fsdp", "tp")}):
             after = function({"w": array}, wanted, mesh)["w"]
             assert after.sharding == of_kind(mesh, kind, "fsdp", "tp")
             np.testing.assert_array_equal(after, array)
-
-
-@functions
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_array_of_one_device_stays_in_its_memory(mesh, function, kind):
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[3], memory_kind=kind)
-    array = jax.device_put(np.ones((8, 8), "float32"), one)
-    after = function({"w": array}, RULES, mesh)["w"]
-    assert after.sharding == of_kind(mesh, kind, "fsdp", "tp")
 
 
 def array_in(mesh, before):

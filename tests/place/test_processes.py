@@ -38,8 +38,7 @@ def run(task, processes, devices, folder, worker=process_worker.__name__):
         # Most of the time goes into compiling the step, in each process; unoptimized, half of it.
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
     }
-    command = [sys.executable, "-m", worker, task]
-    command += [f"--processes={processes}", f"--port={port}"]
+    command = [sys.executable, "-m", worker, task, str(processes), str(port)]
     logs = [folder / f"{index}.log" for index in range(processes)]
     outs = [folder / f"{index}.json" for index in range(processes)]
     workers: list[subprocess.Popen[bytes]] = []
@@ -48,7 +47,7 @@ def run(task, processes, devices, folder, worker=process_worker.__name__):
             with logs[index].open("wb") as log:
                 workers.append(
                     subprocess.Popen(
-                        [*command, f"--index={index}", f"--out={outs[index]}"],
+                        [*command, str(index), str(outs[index])],
                         cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT,
                     )
                 )  # fmt: skip

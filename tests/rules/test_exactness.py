@@ -232,38 +232,28 @@ SCOPED = Grammar(
 LONG_NAMES = CORE._replace(lead=33 * "#")
 
 
-class Share(NamedTuple):
-    """One of `count` parts of all patterns of a grammar up to a size, with these flags."""
-
-    grammar: Grammar
-    size: int
-    flags: re.RegexFlag
-    number: int
-    count: int
-
-
-def shares(size: int, count: int) -> list[Share]:
-    """FULL up to the size with each flag; the others beyond it."""
+def shares(size: int, count: int) -> list[tuple[Grammar, int, re.RegexFlag, int, int]]:
+    """Parts of all patterns up to a size: of FULL with each flag; of the others beyond it."""
     parts = [(FULL, size, flag) for flag in (re.NOFLAG, re.I, re.M, re.S, re.X, re.A)]
     parts += [
         (grammar, more, re.NOFLAG) for grammar, more in ((SCOPED, size + 1), (LONG_NAMES, size + 1), (CORE, size + 2))
     ]
-    return [Share(*part, number, count) for part in parts for number in range(count)]
+    return [(*part, number, count) for part in parts for number in range(count)]
 
 
-def check(share: Share) -> list[Any]:
-    """Compares a share with `re`, in lists of five; what differs."""
-    grammar, size, flag, number, count = share
+@pytest.mark.parametrize(
+    ("grammar", "size", "flag", "number", "count"),
+    [*shares(size=1, count=1), *(slow(*share) for share in shares(size=2, count=4))],
+)
+def test_every_small_pattern(grammar, size, flag, number, count):
+    """One of `count` parts of them, in lists of five."""
     compiled = (compiles(pattern, flag) for pattern in _shuffled_patterns(grammar, size)[number::count])
     rules = [one if flag else one.pattern for one in compiled if one is not None]
     assert rules
     # Neighbours in alphabetical order begin alike, and share states.
-    return [
-        difference
-        for ordered, options in ((rules, {}), (sorted(rules, key=repr), {}), (rules, NFA))
-        for start in range(0, len(rules), 5)
-        for difference in differences(ordered[start : start + 5], _texts(grammar), **options)
-    ]
+    for ordered, options in ((rules, {}), (sorted(rules, key=repr), {}), (rules, NFA)):
+        for start in range(0, len(rules), 5):
+            assert differences(ordered[start : start + 5], _texts(grammar), **options) == []
 
 
 @cache
@@ -313,11 +303,6 @@ def _repeatable(grammar: Grammar, size: int) -> list[str]:
         return []
     atoms = list(grammar.atoms) if size == 1 else []
     return atoms + [f"{group}{p})" for group in grammar.groups for p in _patterns(grammar, size - 1)]
-
-
-@pytest.mark.parametrize("share", [*shares(size=1, count=1), *(slow(share) for share in shares(size=2, count=4))])
-def test_every_small_pattern(share):
-    assert check(share)[:10] == []
 
 
 def test_a_difference_is_reported(monkeypatch):

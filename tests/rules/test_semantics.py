@@ -148,13 +148,9 @@ MODELS, RULE_SETS = corpus.manifest_names(), corpus.regex_rule_sets()
 SMALLER = [model for model in MODELS if model not in corpus.LARGEST]
 
 
-def family(name):
-    letters = name.replace("_", "").replace("-", "").lower()
-    return next((family for family in FAMILIES if family in letters), None)
-
-
-def are_family(model, rule_set):
-    return family(model) is not None and family(model) == family(rule_set)
+def are_family(*names):
+    letters = [name.replace("_", "").replace("-", "").lower() for name in names]
+    return any(all(family in each for each in letters) for family in FAMILIES)
 
 
 def is_tried_always(model, rule_set):

@@ -69,12 +69,9 @@ def is_right(loaded, expected):
 
 def own_bytes(loaded):
     """Bytes of this process's distinct parts."""
-    return sum(
-        int(np.prod([len(range(*one.indices(size))) for one, size in zip(index, array.shape, strict=True)]))
-        * array.dtype.itemsize
-        for array in flat(loaded).values()
-        for index in {str(i): i for i in array.sharding.addressable_devices_indices_map(array.shape).values()}.values()
-    )  # fmt: skip
+    arrays = flat(loaded).items()
+    parts = {(name, str(part.index)): part.data.nbytes for name, array in arrays for part in array.addressable_shards}
+    return sum(parts.values())
 
 
 def load():

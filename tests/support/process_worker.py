@@ -4,13 +4,13 @@ A small model is placed on a mesh over all processes, stepped, laid out anew and
 disagree on purpose. What was found goes to a JSON file.
 """
 
-import argparse
 import functools
 import hashlib
 import json
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -414,19 +414,14 @@ def end_early():
 
 
 def main(tasks) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("task", choices=tasks)
-    parser.add_argument("--processes", type=int, required=True)
-    parser.add_argument("--index", type=int, required=True)
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    if args.processes > 1:
+    """Of the arguments: a task's name, the numbers of processes, of the port and of this one, and a file."""
+    task, *numbers, out = sys.argv[1:]
+    processes, port, index = map(int, numbers)
+    if processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"127.0.0.1:{args.port}", args.processes, args.index, initialization_timeout=60)
-    assert jax.process_count() == args.processes
-    found = tasks[args.task]()
-    args.out.write_text(json.dumps(found))
+        jax.distributed.initialize(f"127.0.0.1:{port}", processes, index, initialization_timeout=60)
+    assert jax.process_count() == processes
+    Path(out).write_text(json.dumps(tasks[task]()))
 
 
 if __name__ == "__main__":
