@@ -61,7 +61,6 @@ def boxed():
 
 
 def saved(**changes):
-    """Saves two arrays, and loads them as told."""
     folder = CHECKPOINT / "model"
     if not folder.exists():
         sr.save({"wq": np.ones((4, 4), "float32"), "norm": np.ones(4, "float32")}, folder)
@@ -109,7 +108,6 @@ def step_on(mesh, batch=8):
 
 
 def sharded():
-    """Returns arrays on the mesh of one device, and their plan."""
     plan = sr.plan({"w": SHAPE((4, 4), "float32")}, [("w", ("fsdp",))], MESH)
     return sr.shard({"w": np.ones((4, 4), "float32")}, plan), plan
 

@@ -53,7 +53,6 @@ NAMED_PLAN = sr.plan(TREE, LOGICAL, MESH, names=NAMES)
 
 
 def cut(spec: Any) -> tuple[Any, ...]:
-    """The entries up to the last that cuts."""
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()

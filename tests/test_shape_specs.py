@@ -22,7 +22,6 @@ MIB = 2**20
 
 
 def cuts(spec):
-    """The entries without trailing None, which no device tells apart."""
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()

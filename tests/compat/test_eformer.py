@@ -105,9 +105,6 @@ def test_get_names_from_partition_spec(tree):
     assert len(set(names)) == len(names)
 
 
-# --- what both answer alike ---
-
-
 def pattern_specs(text, default=None, names=("a", "bc", "layers/c", "x", "xx", "")):
     def answers(m, mesh):
         spec_of = m.create_pattern_based_partition_spec(text, mesh, default)

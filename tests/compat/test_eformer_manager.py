@@ -32,7 +32,6 @@ MESH_AXES = ["dp", "fsdp", "tp", "sp", "ep"]
 
 @pytest.fixture
 def registry():
-    """Both registries, emptied before and after."""
     for module in (ours, theirs):
         module.PartitionAxis.clear_registered_axes()
     yield

@@ -36,7 +36,6 @@ LAYERS = {our_meta.PARTITION_NAME: "layers"}
 
 
 def outcome(call, *args, **kwargs):
-    """The result, described; or the name of the error's class."""
     try:
         return described(call(*args, **kwargs))
     except Exception as error:
@@ -71,8 +70,6 @@ def test_every_public_name_is_here(ours, theirs):
     assert public_names(theirs) <= set(ours.__all__)
     assert our_meta.PARTITION_NAME == flax_meta.PARTITION_NAME
 
-
-# --- names and rules ---
 
 ENTRIES = st.sampled_from([None, "", "embed", "mlp", "batch", "fsdp", "tp", ("embed", "mlp"), ("fsdp", "tp"), ()])
 NAMES = st.lists(ENTRIES, max_size=4).map(tuple)
@@ -154,8 +151,6 @@ def test_rules_are_those_of_flax_too():
     assert our_spmd.get_logical_axis_rules() == ()
 
 
-# --- boxes ---
-
 SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
 VALUES = st.one_of(
     SHAPES.map(lambda shape: jax.ShapeDtypeStruct(shape, "float32")),
@@ -188,7 +183,6 @@ PARAMS = st.sampled_from([LAYERS, {**LAYERS, "other": 1}, {our_meta.PARTITION_NA
 
 
 def made(tree, meta):
-    """The tree with the boxes of this module."""
     return jax.tree_util.tree_map(
         lambda x: meta.Partitioned(made(x.value, meta), x.names, x.mesh) if isinstance(x, Boxed) else x, tree
     )
@@ -367,9 +361,6 @@ def test_equality_of_logically_partitioned():
     assert hash(ours[0]) == hash(kinds[0](1, ("a",)))
 
 
-# --- in flax ---
-
-
 def variable(value, names, **metadata):
     return nnx.Param(value, out_sharding=names, eager_sharding=False, **metadata)
 
@@ -408,9 +399,6 @@ def test_axes_of_nnx_variables():
     with pytest.raises(ValueError, match="partition_name"):
         our_meta.add_axis(tree, 1, {})
     assert names(tree["v"]) == ("fsdp", "tp")
-
-
-# --- on devices ---
 
 
 def mesh_of(kind):
@@ -525,9 +513,6 @@ def test_manual_axes_are_refused():
         jax.shard_map(body, in_specs=P("tp"), out_specs=P("tp"), axis_names={"tp"})(jnp.ones(8))
 
 
-# --- without flax, and before it ---
-
-
 WITHOUT = {
     "without flax": """
 import doctest, sys
@@ -572,9 +557,6 @@ def test_with_flax_out_of_reach(name):
     command = [sys.executable, "-c", WITHOUT[name]]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-# --- bad input ---
 
 
 BAD_RULE_LISTS = [

@@ -140,7 +140,6 @@ class TestItsRuleLists:
 
 
 def axes_of(spec, rank):
-    """Per dimension a list of axes."""
     axes = [[] if e is None else [e] if isinstance(e, str) else list(e) for e in spec]
     return [*axes, *[[]] * (rank - len(axes))]
 

@@ -50,7 +50,6 @@ def _unpatched(monkeypatch):
 
 @pytest.fixture
 def user():
-    """A module of a user's, empty."""
     module = types.ModuleType("a_user_of_it")
     sys.modules[module.__name__] = module
     yield module

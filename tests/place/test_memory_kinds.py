@@ -39,7 +39,6 @@ def test_what_says_nothing_about_memory_does_not_move_it(mesh, function, kind):
 
 
 def array_in(mesh, before):
-    """An array in this memory, or one of numpy."""
     array = placed(mesh, None if before == "numpy" else before)
     return np.asarray(array) if before == "numpy" else array
 
@@ -67,8 +66,6 @@ def rules_of_kind(kind):
 
 
 class TestRules:
-    """`RuleSpec(spec, memory_kind=...)`."""
-
     @pytest.mark.parametrize("kind", [None, *KINDS])
     def test_shardings_have_the_kind_of_their_rule(self, mesh, kind):
         tree = {"w": np.ones((8, 8)), "wide": {"w": np.ones((16, 7))}, "b": np.ones(4), "n": 3}

@@ -19,11 +19,6 @@ def other():
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-def test_the_argument_comes_first(mesh, other):
-    with legacy(mesh):
-        assert sr.resolve_mesh(other) is other
-
-
 @pytest.mark.parametrize("context", [legacy, jax.set_mesh])
 def test_the_context_s_mesh(mesh, other, context):
     with context(mesh):
@@ -55,12 +50,9 @@ def test_inside_shard_map_manual_axes_are_seen(mesh):
     assert [type_.name for type_ in seen[0].axis_types] == ["Auto", "Manual", "Auto"]
 
 
-def test_contexts_that_agree(mesh):
+def test_two_contexts(mesh, other):
     with legacy(mesh), jax.set_mesh(mesh):
         assert sr.resolve_mesh() is mesh
-
-
-def test_contexts_that_disagree(mesh, other):
     with legacy(other), jax.set_mesh(mesh), pytest.raises(ValueError, match="two meshes") as caught:
         sr.resolve_mesh()
     assert "jax.set_mesh's dp=1,fsdp=4,tp=2 and `with mesh:`'s x=8" in str(caught.value)

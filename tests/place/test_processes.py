@@ -27,7 +27,6 @@ SECONDS = 150
 
 
 def run(task, processes, devices, folder, worker=process_worker.__name__):
-    """What each of the processes has found."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -143,7 +142,6 @@ def check_audits(audited, index):
 
 
 def check_error(error, odd, case, index, devices):
-    """That `error` is what the process of this index has to get."""
     if case in FAILURES and odd in (None, index):
         assert error.startswith(FAILURES[case][1])
     elif case in FAILURES:

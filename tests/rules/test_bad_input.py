@@ -96,7 +96,6 @@ def test_a_tree_nested_very_deeply(wrap):
 
 
 def leaf_that(act):
-    """A leaf whose shape is read by doing something."""
     return type("Leaf", (), {"shape": property(lambda self: (act(), (2,))[1])})()
 
 

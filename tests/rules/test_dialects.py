@@ -125,7 +125,6 @@ def is_spec(node):
 
 
 def outcome(match, *args):
-    """What comes of it, or the first words of the error."""
     try:
         return match(*args)
     except ValueError as error:

@@ -66,21 +66,16 @@ def test_the_rules_in_force_lost_their_dialect_when_made_into_rules():
         assert sr.LogicalRules(get_logical_axis_rules()) == rules
 
 
-def test_equality_and_hash():
-    assert sr.Rules(PAIRS) == sr.Rules(list(PAIRS))
+@pytest.mark.parametrize("duplicate", [list, copy.copy, copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))])
+def test_equality_hash_and_copies(duplicate):
+    again = sr.Rules(duplicate(sr.Rules(PAIRS, memory_budget=4096)))
+    assert again == sr.Rules(PAIRS)
+    assert again.first_match("a/bias") == 1
+    assert again.match({"wq": {"kernel": np.zeros((2, 2))}}) == {"wq": {"kernel": P("fsdp", "tp")}}
     assert hash(sr.Rules(PAIRS)) == hash(sr.Rules(PAIRS))
     assert sr.Rules(PAIRS) != sr.Rules(PAIRS[:2])
     assert sr.Rules([("a", P())]) != sr.Rules([(re.compile("a", re.I), P())])
     assert sr.Rules(PAIRS) != PAIRS
-
-
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))])
-def test_copies_and_pickles(duplicate):
-    rules = sr.Rules(PAIRS, memory_budget=4096)
-    again = duplicate(rules)
-    assert again == rules
-    assert again.first_match("a/bias") == 1
-    assert again.match({"wq": {"kernel": np.zeros((2, 2))}}) == {"wq": {"kernel": P("fsdp", "tp")}}
 
 
 def test_immutable():
@@ -127,7 +122,6 @@ def test_threads_share_rules():
 
 
 def coverage_by_re(patterns, paths):
-    """The same by the obvious loops."""
     hits = [[i for i, p in enumerate(patterns) if re.search(p, path)] for path in paths]
     matched = Counter(i for found in hits for i in found)
     won = Counter(found[0] for found in hits if found)

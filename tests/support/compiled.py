@@ -27,7 +27,6 @@ def constrained(mesh: Any, x: Any, *spec: Any) -> Any:
 
 
 def lowered_on(mesh: Any, step: Any, *args: Any) -> Any:
-    """Return what JAX lowers."""
     return lowering.lowered_on(mesh, step, args)[0]
 
 

@@ -23,7 +23,6 @@ def pseudo_terminal() -> tuple[int, int]:
 
 
 def outcome(call, *args, **named):
-    """The result, or the type of what was raised."""
     try:
         return call(*args, **named)
     except Exception as error:

@@ -24,15 +24,12 @@ Rule = tuple[str, PartitionSpec]
 
 
 class Parameter(NamedTuple):
-    """One array of a model."""
-
     name: str
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def bytes(self) -> int:
-        """Size of the whole array."""
         return prod(self.shape) * bits_of(self.dtype) // 8
 
 
@@ -45,11 +42,9 @@ class Manifest(NamedTuple):
     """What separates the components of the names."""
 
     def flat(self, leaf: Callable[[Parameter], Any]) -> dict[str, Any]:
-        """{name: leaf(parameter)}."""
         return {p.name: leaf(p) for p in self.parameters}
 
     def nested(self, leaf: Callable[[Parameter], Any]) -> dict[str, Any]:
-        """Dicts in dicts, one level for each component of the names."""
         tree: dict[str, Any] = {}
         for parameter in self.parameters:
             *outer, last = parameter.name.split(self.separator)
@@ -84,7 +79,6 @@ def _rule_files() -> dict[str, Any]:
 
 
 def rule_file(name: str) -> dict[str, Any]:
-    """What the file of the rule set says."""
     return dict(_rule_files()[name])
 
 
@@ -121,7 +115,6 @@ def abstract(parameter: Parameter) -> jax.ShapeDtypeStruct:
 
 
 def with_dtype(parameter: Parameter) -> jax.ShapeDtypeStruct:
-    """A leaf with the parameter's shape and dtype."""
     return jax.ShapeDtypeStruct(parameter.shape, parameter.dtype)
 
 

@@ -40,8 +40,6 @@ HOOKS.arm(None, None)
 
 
 def counted(function, name):
-    """The function as a hook."""
-
     def call(*args, **keywords):
         HOOKS.call(name)
         return function(*args, **keywords)

@@ -90,7 +90,6 @@ def _closing(text: str, opened: int) -> int:
 
 
 def size(shape: str) -> int:
-    """Bytes of the arrays of a shape, without padding."""
     return sum(prod(int(n) for n in dims.split(",") if n) * _BITS[dtype] // 8 for dtype, dims in _ARRAY.findall(shape))
 
 

@@ -16,7 +16,6 @@ def kernel(*shape: int) -> dict[str, Any]:
 
 
 def weight(*shape: int, bias: int = 0) -> dict[str, Any]:
-    """A torch module's parameters."""
     return {"weight": array(*shape)} | ({"bias": array(bias)} if bias else {})
 
 

@@ -25,7 +25,6 @@ RENAMES = [
 
 
 def checkpoint(folder):
-    """{name: array} of the checkpoint in this folder."""
     rng = np.random.default_rng(3)
     shapes = {**SHAPES, **{f"layers.{i}.w": (6, 32) for i in range(4)}}
     return {name: rng.integers(0, 1 << 16, shape).astype("uint16") for name, shape in shapes.items()}
@@ -68,7 +67,6 @@ def is_right(loaded, expected):
 
 
 def own_bytes(loaded):
-    """Bytes of this process's distinct parts."""
     arrays = flat(loaded).items()
     parts = {(name, str(part.index)): part.data.nbytes for name, array in arrays for part in array.addressable_shards}
     return sum(parts.values())
@@ -94,7 +92,6 @@ def load():
 
 
 def local(mesh):
-    """Each process gives its own rows."""
     rows = np.arange(64).reshape(16, 4)
     per = 16 // jax.process_count()
     mine = rows[jax.process_index() * per : (jax.process_index() + 1) * per]

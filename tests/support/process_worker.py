@@ -266,7 +266,6 @@ def calls_of_others(mesh, placed):
 
 
 def raised(call):
-    """What it raises, as text."""
     try:
         call()
     except BaseException as error:  # KeyboardInterrupt, too
@@ -343,7 +342,6 @@ def audits(mesh, placed):
 
 
 def outcome(call):
-    """What it finds, or the error."""
     try:
         return [f"{one.kind} {' '.join(one.paths)}" for one in call() or ()]
     except Exception as error:

@@ -68,8 +68,6 @@ class Text(str):
 
 
 class Case(NamedTuple):
-    """A tree, and how it is matched."""
-
     tree: list[Any]
     rules: Rules
     min_size: int
@@ -139,7 +137,6 @@ def copied(node: Any, draw: random.Random) -> Any:
 
 
 def change(block: dict[str, Any], draw: random.Random) -> None:
-    """Makes a block differ in one thing."""
     key = draw.choice(list(block))
     if isinstance(block[key], dict) and draw.random() < 0.8:
         return change(block[key], draw)
@@ -158,7 +155,6 @@ def change(block: dict[str, Any], draw: random.Random) -> None:
 
 
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Paths and leaves, in the order of the walk."""
     if isinstance(tree, (dict, list)):
         for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from leaves(child, (*path, key))

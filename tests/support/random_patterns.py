@@ -31,12 +31,10 @@ def random_pattern(rng: random.Random, depth: int = 3, irregular: bool = False, 
 
 
 def random_text(rng: random.Random, max_length: int = 8) -> str:
-    """A short text over `TEXT_CHARACTERS`."""
     return "".join(rng.choices(TEXT_CHARACTERS, k=rng.randint(0, max_length)))
 
 
 def compiles(pattern: str, flags: int = 0) -> re.Pattern[str] | None:
-    """The compiled pattern, or None if `re` rejects it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

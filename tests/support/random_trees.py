@@ -22,7 +22,6 @@ RULES = st.lists(st.tuples(PATTERNS, SPECS), max_size=4)
 
 
 def trees(*others: Any) -> st.SearchStrategy[Any]:
-    """Trees of arrays and of other leaves."""
     return st.recursive(
         st.one_of(ARRAYS, st.sampled_from(others)) if others else ARRAYS,
         lambda inner: st.one_of(

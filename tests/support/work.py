@@ -26,7 +26,6 @@ def calls_by_file(call: Callable[[], Any]) -> Counter[str]:
 
 
 def calls(call: Callable[[], Any]) -> int:
-    """How many functions the call calls, itself and all in it."""
     return calls_by_file(call).total()
 
 
@@ -45,5 +44,4 @@ class Counters(NamedTuple):
 
 
 def counters(rules: Any) -> Counters:
-    """What the core has counted for these rules."""
     return Counters(*matcher_of(rules).rule_set.counters())

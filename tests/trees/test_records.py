@@ -30,13 +30,11 @@ def record_of(node):
 
 
 def record(name, fields="kernel", meta="", **options):
-    """A registered dataclass of these fields."""
     made = dataclasses.make_dataclass(name, [*fields.split(), *meta.split()], **options)
     return tree_util.register_dataclass(made, fields.split(), meta.split())
 
 
 def sets(name):
-    """A method that leaves a mark."""
     return lambda self, *_: vars(self).update({name: True})
 
 

@@ -80,7 +80,6 @@ def nested(node: Callable[[Any], Any], depth: int, leaf: Any = LEAF) -> Any:
 
 
 def answered(walk: Callable[[Any], Any], trees: dict[int, Any]) -> list[int]:
-    """The depths whose tree is not too deep."""
     depths = []
     for depth, tree in trees.items():
         with suppress(RecursionError):
