@@ -184,28 +184,16 @@ def test_standard_output_is_written_in_turn(tmp_path, mode):
 def test_what_interrupts_leaves_the_old_file_alone(tmp_path, error, at):
     path = tmp_path / "x"
     path.write_text("old")
-    with mock.patch.object(io.os, at, side_effect=error), pytest.raises(type(error)):
+    with mock.patch.object(io.os, at, side_effect=error), pytest.raises(type(error)) as caught:
         write_text(path, "new")
+    assert getattr(caught.value, "filename", str(path)) == str(path)
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["x"]
 
 
-def test_a_full_disk_leaves_the_old_file_alone(tmp_path):
-    """/dev/full has the error; a limit on the size of files has it in the midst of the writing."""
+def test_a_full_disk_is_told():
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         write_text("/dev/full", "x")
-    path = tmp_path / "x"
-    path.write_text("old")
-    code = (
-        "import resource, signal, sys; from shardrules._base.io import write_text\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "write_text(sys.argv[1], 'x' * 1_000_000)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
-    assert f"OSError: [Errno {errno.EFBIG}] File too large: '{path}'" in done.stderr
-    assert path.read_text() == "old"
-    assert os.listdir(tmp_path) == ["x"]
 
 
 @pytest.mark.parametrize("name", ["none/x", "file/x", "."])

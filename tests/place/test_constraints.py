@@ -57,38 +57,6 @@ class TestUnderSetMesh:
                 assert is_sharded(result, typed_mesh, *expected), (call, result.sharding)
                 np.testing.assert_array_equal(np.asarray(result), np.asarray(x))
 
-    def test_rules_on_a_tree(self, typed_mesh):
-        rules = sr.Rules([("q", P("a", "b")), ("", P("c"))])
-        tree = {"q": np.zeros((4, 4)), "w": [np.zeros(3), np.zeros(4)], "step": 3}
-        with jax.set_mesh(typed_mesh):
-            eager = constrain(tree, rules)
-            jitted = jax.jit(lambda tree: constrain(tree, rules))(tree)
-        assert eager["step"] == 3
-        for result in (eager, jitted):
-            assert is_sharded(result["q"], typed_mesh, "a", "b")
-            assert is_sharded(result["w"][0], typed_mesh)
-            assert is_sharded(result["w"][1], typed_mesh, "c")
-
-    def test_gradients_go_through(self, typed_mesh):
-        with jax.set_mesh(typed_mesh):
-            x = jnp.arange(8.0)
-            gradient = jax.jit(jax.grad(lambda x: (constrain(x, P("b")) ** 2).sum()))(x)
-            np.testing.assert_array_equal(np.asarray(gradient), 2 * np.arange(8.0))
-
-    def test_vmap_and_scan(self, typed_mesh):
-        def step(carry, x):
-            return constrain(carry + x, P("b")), carry
-
-        with jax.set_mesh(typed_mesh):
-            start = jnp.zeros(8)
-            if typed_mesh.axis_types[1] is EXPLICIT:
-                start = jax.sharding.reshard(start, P("b"))
-            xs = jnp.broadcast_to(start, (3, 8))
-            result, _ = jax.jit(lambda xs: jax.lax.scan(step, start, xs))(xs)
-            assert result.shape == (8,)
-            mapped = jax.jit(jax.vmap(lambda x: constrain(x, P("c"))))(jnp.zeros((3, 8)))
-            assert is_sharded(mapped, typed_mesh, None, "c")
-
     @not_on_jax_0_7
     def test_manual_axes_are_left_out(self, typed_mesh):
         """The same as the call of JAX's that a user would have to write for this mesh."""

@@ -1,7 +1,6 @@
 """named_shardings and spec_for: against match and correct leaf by leaf, and their errors."""
 
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax
@@ -75,15 +74,6 @@ def test_a_mesh_of_zero_devices():
         sr.named_shardings({"w": np.zeros(4)}, [("w", "tp")], Mesh(np.empty((0,)), ("tp",)))
     with pytest.raises(ValueError, match="its axes are none, as of JAX's mesh where none is in force"):
         sr.named_shardings({"w": np.zeros(4)}, [("w", "tp")], Mesh(np.empty(()), ()))
-
-
-def test_threads_that_bind_the_same_rules(mesh):
-    rules = sr.Rules([(str(i), ("fsdp", "tp")) for i in range(50)])
-    tree = {str(i): np.zeros((i % 12 + 1, 8)) for i in range(50)}
-    expected = sr.named_shardings(tree, list(rules), mesh)
-    with ThreadPoolExecutor(8) as pool:
-        results = pool.map(lambda _: sr.named_shardings(tree, rules, mesh), range(64))
-        assert all(result == expected for result in results)
 
 
 def test_spec_for():
