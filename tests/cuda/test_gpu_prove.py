@@ -1,5 +1,6 @@
 """`compile` and `prove` for GPUs that are not here, by XLA's compiler for CUDA."""
 
+import re
 from functools import partial
 
 import jax
@@ -9,32 +10,18 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.cuda.marks import needs_cuda
 from tests.support.command_line import invoke
-from tests.support.plans import shard_bytes
-from tests.tpu.test_prove import RULES, batch, cpu_mesh, params, step
+from tests.support.compiled import needs_cuda
+from tests.tpu.test_prove import HERE, RULES, SIZES, batch, clean, params, step
 from tests.tpu.test_prove_command import MODULE
 
 pytestmark = needs_cuda
-SIZES = {"fsdp": 4, "tp": 2}
 TOPOLOGIES = {"h100:8": SIZES, "h200:4x2": SIZES, "b200:8x2": {"fsdp": 8, "tp": 2}, "gb200:16": {"fsdp": 4, "tp": 4}}
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_a_clean_step_has_no_warning_and_its_arguments_are_the_plan_s_bytes(name):
-    topology = sr.Topology(name)
-    mesh = topology.mesh(TOPOLOGIES[name])
-    plan = sr.plan(params(), RULES, mesh)
-    x = batch(mesh, rows=4096)
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=plan.shardings())
-    proof = sr.prove(jitted, plan, x, on=topology, outputs=plan)
-    proof.raise_for("warning")
-    rows = 4 * 4096 * 256 // mesh.shape["fsdp"]
-    assert proof.memory.totals.arguments == sum(shard_bytes(plan)) + rows
-    assert proof.target.startswith(f"on {name}, fsdp=")
-    assert proof.program.sent
-    assert not proof.program.is_per_iteration
-    assert all(row.is_expected for row in proof.collectives)
+    proof, *_ = clean(name, TOPOLOGIES[name])
     assert proof.time is None  # the compiler tells no cycles
 
 
@@ -72,10 +59,10 @@ def test_arguments_on_described_gpus_say_their_memory():
 def test_arguments_in_the_host_s_memory_are_refused():
     """JAX would count them in the device's: it describes GPUs without kinds of memory."""
     topology = sr.Topology("h100:8")
-    host = NamedSharding(cpu_mesh(), P("fsdp"), memory_kind="pinned_host")
+    host = NamedSharding(HERE, P("fsdp"), memory_kind="pinned_host")
     rules = [(".*", sr.RuleSpec("fsdp", memory_kind="pinned_host"))]
     there = jax.ShapeDtypeStruct((8, 8), "float32", sharding=host)
-    for x in (there, sr.plan(there, rules, cpu_mesh())):
+    for x in (there, sr.plan(there, rules, HERE)):
         with pytest.raises(ValueError, match="'pinned_host' .*; leave the kind out to count it so"):
             sr.prove(lambda x: jax.device_put(x, jax.memory.Space.Device), x, on=topology)
 
@@ -116,29 +103,24 @@ def test_hosts_change_the_order_of_what_is_sent_and_not_its_bytes():
     assert totals[0] == totals[1]
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """run(function, *options): exit code, standard output and error."""
+ANSWERS = [
+    (
+        "step_on --on h100:4x2 --mesh fsdp=8 --fail-on warning",
+        0,
+        r"it fits: .*, on h100:4x2, fsdp=8 \(fsdp: DCN and NVLink\), in ",
+    ),
+    ("too_large --on h100:4 --mesh fsdp=4", 1, r"it does not fit: .*error\[peak\]"),
+    ("step_on --on h100:8x2 --slices 2 --mesh fsdp=32", 2, "GPUs have hosts, not slices; give 'h100:8x4'"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "told"), ANSWERS)
+def test_the_command_proves_for_gpus(tmp_path, monkeypatch, words, code, told):
     (tmp_path / "own_gpu_step.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-
-    def call(name, *options):
-        result = invoke("prove", f"own_gpu_step:{name}", *options)
-        return result.exit_code, result.stdout, result.stderr
-
-    return call
-
-
-def test_the_command_proves_for_gpus(run):
-    code, out, err = run("step_on", "--on", "h100:4x2", "--mesh", "fsdp=8", "--fail-on", "warning")
-    assert code == 0, (out, err)
-    assert out.startswith("it fits: ")
-    assert ", on h100:4x2, fsdp=8 (fsdp: DCN and NVLink), in " in out
-    code, out, _ = run("too_large", "--on", "h100:4", "--mesh", "fsdp=4")
-    assert (code, out.startswith("it does not fit: "), "error[peak]" in out) == (1, True, True)
-    code, _, err = run("step_on", "--on", "h100:8x2", "--slices", "2", "--mesh", "fsdp=32")
-    assert (code, "GPUs have hosts, not slices; give 'h100:8x4'" in err) == (2, True), err
+    done = invoke("prove", *f"own_gpu_step:{words}".split())
+    assert (done.exit_code, bool(re.search(told, done.stdout + done.stderr, re.DOTALL))) == (code, True), done
 
 
 @pytest.mark.slow

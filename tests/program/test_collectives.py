@@ -7,18 +7,17 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.hlo import Hlo, exchanges
 from tests.support import hlo_counts
+from tests.support.compiled import array, devices
 from tests.support.folders import ROOT
 
 TEXTS = sorted((ROOT / "tests" / "data" / "hlo").glob("*.txt.gz"))
-MESH = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
+MESH = devices(fsdp=4, tp=2)
 
 # From the shapes and the loops of the steps, on a device. Kernels of the train step are bfloat16 of
 # 512 x 4 x 64 (q, k, v, o) and 512 x 1024 (gate, up, down); its activations of 4 x 256 x 512.
@@ -86,11 +85,8 @@ def compiled_layers(layers=3):
 
         return jax.lax.scan(layer, batch, params)[0]
 
-    weights = NamedSharding(MESH, P(None, "fsdp", "tp"))
-    rows = NamedSharding(MESH, P("fsdp"))
-    params = jax.ShapeDtypeStruct((layers, 256, 256), "float32", sharding=weights)
-    batch = jax.ShapeDtypeStruct((512, 256), "float32", sharding=rows)
-    return jax.jit(step, out_shardings=rows).lower(params, batch).compile()
+    params, batch = array(MESH, (layers, 256, 256), None, "fsdp", "tp"), array(MESH, (512, 256), "fsdp")
+    return jax.jit(step, out_shardings=batch.sharding).lower(params, batch).compile()
 
 
 COMPILED = compiled_layers()
@@ -126,8 +122,7 @@ class TestProgram:
             ("all-to-all", lambda x: jax.lax.all_to_all(x, "tp", 0, 1, tiled=True)),
             ("collective-permute", lambda x: jax.lax.ppermute(x, "tp", [(0, 1), (1, 0)])),
         ]
-        rows_of_fsdp, rows_of_tp = NamedSharding(MESH, P("fsdp")), NamedSharding(MESH, P("tp"))
-        arguments = [jax.ShapeDtypeStruct((256, 256), "float32", sharding=each) for each in (rows_of_fsdp, rows_of_tp)]
+        arguments = array(MESH, (256, 256), "fsdp"), array(MESH, (256, 256), "tp")
         for kind, call in called:
             mapped = jax.shard_map(call, mesh=MESH, in_specs=P("tp"), out_specs=P("tp"), check_vma=False)
             step = jax.jit(lambda w, x, mapped=mapped: (x @ w, mapped(x)))
@@ -151,8 +146,7 @@ class TestProgram:
 
     def test_what_is_planned_by_a_spec_may_be_the_batch(self):
         plan = sr.plan(jax.ShapeDtypeStruct((256, 256), "float32"), [("", P("fsdp"))], MESH)
-        x = jax.ShapeDtypeStruct((8, 256), "float32", sharding=NamedSharding(MESH, P("tp")))
-        compiled = jax.jit(jnp.dot).lower(x, plan.abstract()).compile()
+        compiled = jax.jit(jnp.dot).lower(array(MESH, (8, 256), "tp"), plan.abstract()).compile()
         assert sr.inspect(compiled, (P("tp"), plan)).batch_axes == {"tp"}
 
     def test_a_plan_that_does_not_fit_is_an_error(self):

@@ -3,25 +3,23 @@
 import json
 import pickle
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from tests.support.compiled import array, constrained, devices
 
-MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tp"))
-
-
-def placed(x, *axes, mesh=MESH):
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
+MESH = devices(fsdp=4, tp=2)
+placed = partial(constrained, MESH)
 
 
 def inspected(step, specs, mesh=MESH):
-    args = [jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(mesh, spec)) for spec in specs]
+    args = [array(mesh, (64, 64), *spec) for spec in specs]
     return sr.inspect(jax.jit(step).lower(*args).compile(), (None,) * len(args))
 
 
@@ -29,7 +27,7 @@ def gathers(count, mesh=MESH):
     """A program that gathers an array over fsdp, and so many over tp."""
 
     def step(x, *more):
-        return placed(jnp.sin(x), mesh=mesh), [placed(jnp.cos(y), mesh=mesh) for y in more]
+        return constrained(mesh, jnp.sin(x)), [constrained(mesh, jnp.cos(y)) for y in more]
 
     return inspected(step, [P("fsdp"), *[P("tp")] * count], mesh)
 
@@ -148,7 +146,7 @@ def test_growth_within_the_tolerance_is_none(one, factor, options, levels):
 
 
 def test_another_mesh_is_not_compared(one):
-    other = gathers(1, Mesh(np.array(jax.devices()).reshape(2, 4), ("fsdp", "tp")))
+    other = gathers(1, devices(fsdp=2, tp=4))
     (finding,) = other.diff(one)
     assert finding.level == "error"
     assert "fsdp=4,tp=2 -> fsdp=2,tp=4" in finding.message
@@ -161,9 +159,7 @@ def test_other_versions_are_told_beside_what_has_changed(one):
 
 
 def test_a_trip_count_that_is_not_known_any_more_fails():
-    def body(x):
-        return placed(placed(jnp.sin(x)) * 2, "fsdp")
-
+    body = lambda x: placed(placed(jnp.sin(x)) * 2, "fsdp")  # noqa: E731
     known = inspected(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: body(x), x), [P("fsdp")])
     unknown = inspected(lambda x: jax.lax.while_loop(lambda x: x.sum() < 1e9, body, x), [P("fsdp")])
     assert "per iteration" not in known.lock()

@@ -5,24 +5,18 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.hlo import Hlo
 from shardrules._program.memory import Alive, DeviceArrays, LiveRanges, memory_of, totals_of
 from shardrules._program.values import Values
+from tests.support.compiled import array, devices
 
-MESH = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
+MESH = devices(fsdp=8)
 KERNELS, ROWS = P(None, "fsdp"), P("fsdp")
 PLAN = sr.plan({"w": jax.ShapeDtypeStruct((16, 256, 256), "float32")}, [("w", KERNELS)], MESH)
-
-
-def compile_layers(**options):
-    jitted, *args = layers(**options)
-    return jitted.lower(*args).compile()
 
 
 def layers(*, recompute=False, rows=2048, moments=0):
@@ -39,13 +33,19 @@ def layers(*, recompute=False, rows=2048, moments=0):
         params = jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params, x))
         return (params, *(0.9 * m for m in moments)) if moments else params
 
-    x = jax.ShapeDtypeStruct((rows, 256), "float32", sharding=NamedSharding(MESH, ROWS))
-    if moments:
-        held = jax.ShapeDtypeStruct((moments,), "float32", sharding=NamedSharding(MESH, ROWS))
-        jitted = jax.jit(step, donate_argnums=(0, 2), out_shardings=(PLAN.shardings(), held.sharding))
-        return jitted, PLAN.abstract(), x, held
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=PLAN.shardings())
-    return jitted, PLAN.abstract(), x
+    more = [array(MESH, (moments,), "fsdp")] * bool(moments)
+    out = (PLAN.shardings(), *(each.sharding for each in more)) if more else PLAN.shardings()
+    jitted = jax.jit(step, donate_argnums=(0, 2) if more else 0, out_shardings=out)
+    return jitted, PLAN.abstract(), array(MESH, (rows, 256), "fsdp"), *more
+
+
+def compile_layers(**options):
+    jitted, *args = layers(**options)
+    return jitted.lower(*args).compile()
+
+
+def memory_of_layers(**options):
+    return sr.inspect(compile_layers(**options), (PLAN, ROWS), PLAN).memory
 
 
 def told(total=0, **sizes):
@@ -75,7 +75,7 @@ class TestMemory:
         assert totals.peak == 16_056_201_728 + 2_100_000
 
     def test_the_largest_arrays_have_a_name_and_a_line(self):
-        memory = sr.inspect(compile_layers(), (PLAN, ROWS), PLAN).memory
+        memory = memory_of_layers()
         assert 10 < len(memory.buffers) <= 100
         assert len(str(memory).splitlines()) == 13
         sizes = [row.bytes for row in memory.buffers]
@@ -88,8 +88,7 @@ class TestMemory:
         assert (content["peak"], content["buffers"][0]["bytes"]) == (memory.peak, sizes[0])
 
     def test_recomputed_activations_are_not_kept(self):
-        whole = sr.inspect(compile_layers(), (PLAN, ROWS), PLAN).memory
-        less = sr.inspect(compile_layers(recompute=True), (PLAN, ROWS), PLAN).memory
+        whole, less = memory_of_layers(), memory_of_layers(recompute=True)
         layer_inputs = 16 * 2048 // 8 * 256 * 4
         assert layer_inputs <= less.saved < 1.1 * layer_inputs  # with what the loss reads again
         assert whole.saved > 5 * layer_inputs
@@ -98,8 +97,7 @@ class TestMemory:
     @pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="older XLA writes no live ranges")
     def test_what_is_kept_is_about_what_xla_has_in_memory_at_the_peak(self):
         jitted, *args = layers()
-        kept = sr.inspect(jitted.lower(*args).compile(), (PLAN, ROWS), PLAN).memory.saved
-        assert kept == pytest.approx(sr.prove(jitted, *args, on=MESH).memory.saved, rel=0.1)
+        assert memory_of_layers().saved == pytest.approx(sr.prove(jitted, *args, on=MESH).memory.saved, rel=0.1)
 
     def test_a_result_is_not_kept_for_the_backward_pass_alone(self):
         def loss(w, x):
@@ -109,11 +107,6 @@ class TestMemory:
         rows = jax.ShapeDtypeStruct((256, 256), "float32")
         memory = sr.inspect(jax.jit(jax.grad(loss, has_aux=True)).lower(rows, rows).compile(), (None, None)).memory
         assert memory.saved == sum(row.bytes for row in memory.buffers if row.is_saved) < rows.size * 4
-
-    def test_a_backend_that_does_not_tell_is_not_guessed(self, monkeypatch):
-        compiled = compile_layers()
-        monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", lambda _: None)
-        assert sr.inspect(compiled, (PLAN, ROWS), PLAN).memory is None
 
 
 class TestRemat:
@@ -197,6 +190,10 @@ def test_arrays_that_last():
     update = (64, False, "jit(f)/jvp()/part")  # by what is written
     assert rows == {"a": (64, False, "a"), "kept": update, "out": (8, True, "output")}
     assert [arrays.is_saved(*values.of("main", name)) for name in ("zeros", "part", "kept")] == [True, False, True]
+    # What is read in another shape is kept, too.
+    casts = "  %flat = f32[16,1]{1,0} bitcast(%kept)\n  %again = f32[16]{0} bitcast(%flat)\n  %next"
+    values = Values(Hlo(LASTING.replace("  %next", casts, 1).replace("multiply(%kept", "multiply(%again")))
+    assert DeviceArrays(values).is_saved(*values.of("main", "kept"))
 
 
 STARTED = """\
@@ -229,9 +226,3 @@ def test_what_a_start_has_beside_its_array_is_no_array_and_what_shares_memory_is
     arrays = DeviceArrays(Values(Hlo(STARTED)))
     rows = arrays.at_peak(LiveRanges(RANGES, ASSIGNED))
     assert [(row.bytes, row.is_output) for row in rows] == [(256, False), (256, True)]
-
-
-def test_what_is_read_in_another_shape_is_kept():
-    casts = "  %flat = f32[16,1]{1,0} bitcast(%kept)\n  %again = f32[16]{0} bitcast(%flat)\n  %next"
-    values = Values(Hlo(LASTING.replace("  %next", casts, 1).replace("multiply(%kept", "multiply(%again")))
-    assert DeviceArrays(values).is_saved(*values.of("main", "kept"))

@@ -10,11 +10,11 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from tests.support.command_line import invoke
+from tests.support.compiled import array
 from tests.support.process_worker import enable_x64
 from tests.support.slow import some
 
@@ -24,10 +24,6 @@ S = jax.ShapeDtypeStruct
 
 def norm_of(tree: Any) -> Any:
     return jnp.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(tree)))
-
-
-def placed(mesh: Any, shape: tuple[int, ...], dtype: Any, *axes: Any) -> Any:
-    return S(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
 
 
 def trained(mesh: Any, optimizer: Any = None, compute: str = "float32") -> Any:
@@ -51,8 +47,8 @@ def trained(mesh: Any, optimizer: Any = None, compute: str = "float32") -> Any:
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    key = S((), jax.random.key(0).dtype, sharding=NamedSharding(mesh, P()))
-    tokens = placed(mesh, (8, 16), "int32", "fsdp")
+    key = array(mesh, (), dtype=jax.random.key(0).dtype)
+    tokens = array(mesh, (8, 16), "fsdp", dtype="int32")
     return jax.jit(step, donate_argnums=(0, 1)), (plan, state, tokens, key)
 
 
@@ -68,7 +64,7 @@ def routed(mesh: Any) -> Any:
         routing = jax.nn.one_hot(chosen, 8) * weights[..., None]
         return jnp.einsum("nke,nef->nf", routing, parts), chosen
 
-    return jax.jit(step), (plan, placed(mesh, (32, 16), "float32", "fsdp"))
+    return jax.jit(step), (plan, array(mesh, (32, 16), "fsdp"))
 
 
 def modules(mesh: Any) -> Any:
@@ -86,7 +82,7 @@ def modules(mesh: Any) -> Any:
         nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients))
         return value
 
-    return step, (sr.plan(shapes, rules, mesh), placed(mesh, (8, 16), "float32", "fsdp"))
+    return step, (sr.plan(shapes, rules, mesh), array(mesh, (8, 16), "fsdp"))
 
 
 @jax.custom_vjp
@@ -147,8 +143,8 @@ def by_hand(mesh: Any, fault: str = "") -> Any:
         mapped = jax.shard_map(update, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return mapped(params, x, key)
 
-    key = S((), jax.random.key(0).dtype, sharding=NamedSharding(mesh, P()))
-    return jax.jit(step), (plan, placed(mesh, (32, 16), "float32", "fsdp"), key)
+    key = array(mesh, (), dtype=jax.random.key(0).dtype)
+    return jax.jit(step), (plan, array(mesh, (32, 16), "fsdp"), key)
 
 
 FAULTS = {
@@ -194,14 +190,14 @@ def test_a_fault_that_changes_the_answer(fault):
 
 def scaled(mesh: Any, call: Any, shape: tuple[int, ...] = (8, 8), dtype: str = "float32") -> Any:
     """A step that calls a function of the rows that a device has."""
-    x = placed(mesh, shape, dtype, "fsdp")
+    x = array(mesh, shape, "fsdp", dtype=dtype)
     specs = {"in_specs": P("fsdp"), "out_specs": P("fsdp"), "check_vma": False}
     return jax.jit(jax.shard_map(call, mesh=mesh, **specs)), (x,)
 
 
 def of_arrays(mesh: Any, call: Any, *arrays: tuple[Any, ...]) -> Any:
     """A step of arrays, each of a shape, a dtype, and its axes."""
-    return jax.jit(call), tuple(placed(mesh, *array) for array in arrays)
+    return jax.jit(call), tuple(array(mesh, shape, *axes, dtype=dtype) for shape, dtype, *axes in arrays)
 
 
 def summed_late(mesh: Any) -> Any:

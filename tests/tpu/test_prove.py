@@ -1,7 +1,6 @@
 """`prove`: on the devices that are here, and for TPUs that are not."""
 
 import json
-import pickle
 from functools import partial
 
 import jax
@@ -12,13 +11,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._program.memory import refused_bytes
+from examples import prove_405b
 from shardrules._program.work import LEAST_CYCLES
 from tests.program.verify.test_step_sweep import step_on
 from tests.support.command_line import invoke
-from tests.support.compiled import compiled_on
+from tests.support.compiled import array, compiled_on, devices, needs_libtpu
+from tests.support.folders import ROOT
 from tests.support.plans import shard_bytes
-from tests.tpu.marks import needs_libtpu
 
 SIZES = {"fsdp": 4, "tp": 2}
 
@@ -45,11 +44,10 @@ def step(params, x, **changes):
 
 
 def batch(mesh, rows=512, width=256):
-    return jax.ShapeDtypeStruct((rows, width), "float32", sharding=NamedSharding(mesh, P("fsdp")))
+    return array(mesh, (rows, width), "fsdp")
 
 
-def cpu_mesh():
-    return Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
+HERE = devices(**SIZES)
 
 
 # On the devices that are here
@@ -57,31 +55,14 @@ def cpu_mesh():
 
 def test_arguments_without_a_plan_are_proved_as_they_are():
     assert sr.prove(lambda x, y: x + y, jnp.ones(8), np.ones(8)).memory.totals.arguments == 64
-    mesh = cpu_mesh()
-    moved = sr.prove(lambda x: x * 2, batch(Mesh(mesh.devices[::-1], mesh.axis_names)), on=mesh)
-    assert moved.program._executable.inputs.shardings == [NamedSharding(mesh, P("fsdp"))]
+    moved = sr.prove(lambda x: x * 2, batch(Mesh(HERE.devices[::-1], HERE.axis_names)), on=HERE)
+    assert moved.program._executable.inputs.shardings == [NamedSharding(HERE, P("fsdp"))]
 
 
 def test_a_step_that_names_other_devices_is_told():
-    other = NamedSharding(Mesh(np.array(jax.devices()[:4]).reshape(4), ("fsdp",)), P("fsdp"))
+    other = NamedSharding(devices(fsdp=4), P("fsdp"))
     with pytest.raises(ValueError, match="names other devices than those that it is compiled for"):
-        sr.prove(lambda x: jax.lax.with_sharding_constraint(x * 2, other), jnp.ones(8), on=cpu_mesh())
-
-
-# A refusal
-
-
-HBM = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO"
-
-
-def test_a_refusal_for_memory_has_the_bytes():
-    numbers = refused_bytes(f"{HBM} temporaries (18.14G) exceeds available HBM (15.75G). HLO module: f")
-    refusal = sr.OutOfMemory(*numbers, ())
-    assert "needs 19.5 GB" in str(refusal)
-    assert "has 16.9 GB; XLA does not" in str(refusal)
-    assert refusal.required > refusal.available == int(15.75 * 2**30)
-    assert str(pickle.loads(pickle.dumps(refusal))) == str(refusal)
-    assert refused_bytes("something else") is None
+        sr.prove(lambda x: jax.lax.with_sharding_constraint(x * 2, other), jnp.ones(8), on=HERE)
 
 
 # For TPUs that are not here
@@ -91,48 +72,45 @@ TOPOLOGIES = {"v5e:4x4": {"fsdp": 8, "tp": 2}, "v5p:2x2x2": {"fsdp": 4, "tp": 2}
 
 
 def clean(name, sizes):
-    """Return the mesh, and what `prove` takes of a step that is right there."""
+    """Return the proof of a step that is right there, of which this is looked at, and what `prove` takes for it."""
     mesh = sr.Topology(name).mesh(sizes)
     plan = sr.plan(params(), RULES, mesh)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=plan.shardings())
-    return mesh, (jitted, plan, batch(mesh, rows=4096)), plan
-
-
-@needs_libtpu
-@pytest.mark.parametrize("name", TOPOLOGIES)
-def test_a_clean_step_has_no_warning_and_its_arguments_are_the_plan_s_bytes(name):
-    mesh, asked, plan = clean(name, TOPOLOGIES[name])
-    proof = sr.prove(*asked, on=sr.Topology(name), outputs=plan)
+    asked = partial(sr.prove, jitted, plan, batch(mesh, rows=4096), outputs=plan)
+    proof = asked(on=sr.Topology(name))
     proof.raise_for("warning")
     assert proof.memory.totals.arguments == sum(shard_bytes(plan)) + 4 * 4096 * 256 // mesh.shape["fsdp"]
     assert proof.target.startswith(f"on {name}, fsdp=")
     assert proof.program.sent
     assert not proof.program.is_per_iteration
     assert all(row.is_expected for row in proof.collectives)
+    return proof, asked, mesh
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_a_clean_step_has_no_warning_and_its_arguments_are_the_plan_s_bytes(name):
+    proof, asked, mesh = clean(name, TOPOLOGIES[name])
     assert 0 < proof.time.shortest <= proof.time.longest
     for on in (mesh, name):
-        again = sr.prove(*asked, on=on, outputs=plan)
+        again = asked(on=on)
         assert (again.time, again.program.sent) == (proof.time, proof.program.sent)
 
 
 LAYOUTS = {
-    "megatron and fsdp": [("up", P(None, "fsdp", "tp")), ("down", P(None, "tp", "fsdp"))],
-    "fsdp": [("", P(None, ("fsdp", "tp")))],
-    "swapped": [("up", P(None, "tp", "fsdp")), ("down", P(None, "fsdp", "tp"))],
-    "replicated": [("", P())],
+    "fsdp": ("v5e:2x4", [("", P(None, ("fsdp", "tp")))]),
+    "swapped": ("v5e:2x4", [("up", P(None, "tp", "fsdp")), ("down", P(None, "fsdp", "tp"))]),
+    "megatron and fsdp": ("v5p:2x2x2", RULES),
+    "replicated": ("v5p:2x2x2", [("", P())]),
 }
 
 
 @needs_libtpu
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [("v5e:2x4", "fsdp"), ("v5e:2x4", "swapped"), ("v5p:2x2x2", "megatron and fsdp"),
-     ("v5p:2x2x2", "replicated")],
-)  # fmt: skip
-def test_bytes_are_equal_and_memory_is_within_a_hundredth(name, layout):
-    mesh = sr.Topology(name).mesh(fsdp=4, tp=2)
-    plan = sr.plan(params(layers=4, width=1024), LAYOUTS[layout], mesh)
-    x = jax.ShapeDtypeStruct((16384, 1024), "float32", sharding=NamedSharding(mesh, P("fsdp")))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bytes_are_equal_and_memory_is_within_a_hundredth(layout):
+    name, rules = LAYOUTS[layout]
+    mesh = sr.Topology(name).mesh(SIZES)
+    plan, x = sr.plan(params(layers=4, width=1024), rules, mesh), batch(mesh, 16384, 1024)
     jitted = jax.jit(step, donate_argnums=0)
     proof = sr.prove(jitted, plan, x, on=mesh)
     whole = compiled_on(jitted, plan, x, on=mesh)
@@ -143,8 +121,8 @@ def test_bytes_are_equal_and_memory_is_within_a_hundredth(name, layout):
 
 @needs_libtpu
 def test_time_is_by_the_compiler_s_cycles_of_the_program_that_will_run():
-    mesh, asked, plan = clean("v5e:2x2", {"fsdp": 2, "tp": 2})
-    proof, without = (sr.prove(*asked, on=mesh, outputs=plan, time=is_timed) for is_timed in (True, False))
+    without, asked, mesh = clean("v5e:2x2", {"fsdp": 2, "tp": 2})
+    proof = asked(on=mesh, time=True)
     time = proof.time
     assert 0 < time.shortest == max(LEAST_CYCLES * time.computing, time.sending) < time.longest
     assert sum(seconds for _, seconds in time.lines) == pytest.approx(time.computing)
@@ -160,8 +138,7 @@ OPTIONS = {"xla_tpu_enable_async_collective_fusion": False, "xla_enable_async_al
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options_reach_the_compiler_by_jit_and_by_the_environment(option, monkeypatch):
     mesh = sr.Topology("v5e:2x2").mesh(fsdp=4)
-    rows = NamedSharding(mesh, P("fsdp"))
-    w, x = (jax.ShapeDtypeStruct((n, 2048), "bfloat16", sharding=rows) for n in (2048, 4096))
+    w, x = (array(mesh, (n, 2048), "fsdp", dtype="bfloat16") for n in (2048, 4096))
 
     def product(w, x):  # which is traced once: its lines are those of the first call
         return jnp.tanh(x @ w)
@@ -180,10 +157,8 @@ def test_options_reach_the_compiler_by_jit_and_by_the_environment(option, monkey
 
 @needs_libtpu
 def test_plans_and_arguments_on_other_devices_are_taken_by_their_axes():
-    here = cpu_mesh()
-    plan = sr.plan(params(), RULES, here)
-    topology = sr.Topology("v5e:2x4")
-    proof = sr.prove(jax.jit(step, donate_argnums=0), plan, batch(here), on=topology, outputs=plan)
+    plan, topology = sr.plan(params(), RULES, HERE), sr.Topology("v5e:2x4")
+    proof = sr.prove(jax.jit(step, donate_argnums=0), plan, batch(HERE), on=topology, outputs=plan)
     assert proof.program.mesh == topology.mesh(SIZES)
     assert not proof.findings.at_least("error")
     with pytest.raises(ValueError, match="fsdp=4,tp=2 are 8 devices, and v5e:4x4 has 16"):
@@ -209,7 +184,7 @@ def test_a_step_that_does_not_fit_names_what_is_large():
 @needs_libtpu
 def test_what_a_refused_step_needs_includes_its_arguments():
     mesh = sr.Topology("v5e:2x2").mesh(fsdp=4)
-    x = jax.ShapeDtypeStruct((2**16, 2**16), "bfloat16", sharding=NamedSharding(mesh, P()))
+    x = array(mesh, (2**16, 2**16), dtype="bfloat16")
     with pytest.raises(sr.OutOfMemory) as caught:
         sr.prove(lambda x: jnp.sin(y := x @ x.T) @ y, x, on=mesh)
     assert caught.value.required == pytest.approx(3 * 2**33, rel=0.01)
@@ -234,9 +209,9 @@ def test_the_cache_of_jax_is_left_alone(tmp_path):
 
 @needs_libtpu
 def test_a_program_for_other_devices_is_not_the_one_that_will_run():
-    here, there = cpu_mesh(), sr.Topology("v5e:2x4").mesh(SIZES)
+    there = sr.Topology("v5e:2x4").mesh(SIZES)
     plan = sr.plan(params(), RULES, there)
-    compiled = compiled_on(jax.jit(step, donate_argnums=0), plan, batch(here), on=here)
+    compiled = compiled_on(jax.jit(step, donate_argnums=0), plan, batch(HERE), on=HERE)
     (finding,) = [one for one in sr.verify(compiled, (plan, None), plan) if one.kind == "input"]
     assert finding.level == "info"
     assert finding.message.startswith("compiled for cpu devices, and planned on TPU v5 lite: ")
@@ -247,11 +222,9 @@ def test_a_program_for_other_devices_is_not_the_one_that_will_run():
 @needs_libtpu
 def test_the_time_of_products_is_near_the_peak_and_above_it():
     """Of one large product, which nothing sends."""
-    topology = sr.Topology("v5p:2x2x1")
+    topology, size = sr.Topology("v5p:2x2x1"), 2**13
     mesh = topology.mesh(tp=4)
-    size = 2**13
-    x = jax.ShapeDtypeStruct((4 * size, size), "bfloat16", sharding=NamedSharding(mesh, P("tp")))
-    w = jax.ShapeDtypeStruct((size, size), "bfloat16", sharding=NamedSharding(mesh, P()))
+    x, w = array(mesh, (4 * size, size), "tp", dtype="bfloat16"), array(mesh, (size, size), dtype="bfloat16")
     proof = sr.prove(lambda x, w: x @ w, x, w, on=topology, time=True)
     at_peak = 2 * size**3 / topology.hardware.flops_per_second["bfloat16"]
     assert 1 < proof.time.computing / at_peak < 1.5
@@ -272,9 +245,7 @@ def test_a_pallas_kernel_has_no_cycles_and_counts_by_its_own_estimate(flops):
         return pallas.pallas_call(kernel, shape, cost_estimate=cost)(x) @ x
 
     topology = sr.Topology("v5e:1x1")
-    mesh = topology.mesh(tp=1)
-    x = jax.ShapeDtypeStruct((256, 256), "float32", sharding=NamedSharding(mesh, P()))
-    time = sr.prove(double, x, on=topology, time=True).time
+    time = sr.prove(double, array(topology.mesh(tp=1), (256, 256)), on=topology, time=True).time
     if flops is None:
         assert len(time.uncounted) == 1
         assert "without 1 Pallas kernel, of which it says nothing" in str(time)
@@ -316,3 +287,39 @@ def test_the_command_that_sweeps():
     )  # fmt: skip
     assert (done.exit_code, done.stderr) == (0, "")
     assert [row["fits"] for row in json.loads(done.stdout)["rows"]] == [True] * 3
+
+
+# `make demo` ends with the proof of the step of 405B for 512 devices, by whatever compiler is there
+
+PAGE = (ROOT / "docs" / "pod.md").read_text(encoding="utf-8")
+
+
+@needs_libtpu
+def test_it_proves_405b(capsys):
+    prove_405b.main()
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("it fits: ")
+    assert " of 103 GB, on v5p:8x8x8, fsdp=64,tp=8 (" in first
+    (sent,) = (line for line in rest if line.startswith("each device sends "))
+    if jax.__version_info__ >= (0, 12):
+        assert first.partition(", in ")[0] in PAGE
+        assert sent in PAGE
+    assert not any(line.startswith("error") for line in rest)
+
+
+def test_without_the_compiler_xla_for_cpu_is_asked(capsys, monkeypatch):
+    def missing(*_):
+        raise ImportError("libtpu is not installed")
+
+    monkeypatch.setattr(sr.Topology, "mesh", missing)
+    prove_405b.main()
+    hint, first, *rest = capsys.readouterr().out.splitlines()
+    assert hint == "libtpu is not installed"
+    assert " on fsdp=64,tp=8 by XLA for CPU: a TPU's partitioner may choose otherwise" in first
+    (sent,) = (line for line in rest if line.startswith("each device sends "))
+    assert jax.__version_info__ < (0, 12) or f"{' '.join(sent.split()[3:5])} for the step above" in PAGE
+
+
+def test_it_is_what_make_demo_runs_last():
+    recipe = (ROOT / "Makefile").read_text().partition("\ndemo:")[2].partition("\n\n")[0]
+    assert recipe.splitlines()[-1].endswith("examples/prove_405b.py")

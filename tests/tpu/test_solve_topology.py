@@ -5,8 +5,6 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.solve import candidates
@@ -15,7 +13,7 @@ from shardrules._program.solve.space import Space
 from shardrules._program.solve.spread import Spread
 from tests.cli.test_solve_command import MODULE
 from tests.support.command_line import invoke
-from tests.tpu.marks import needs_libtpu
+from tests.support.compiled import array, needs_libtpu
 
 pytestmark = needs_libtpu
 
@@ -31,31 +29,30 @@ def few(monkeypatch):
 
 
 TREE = {"up": jax.ShapeDtypeStruct((512, 2048), "bfloat16"), "down": jax.ShapeDtypeStruct((2048, 512), "bfloat16")}
+STEP = sr.trace(loss, TREE, jax.ShapeDtypeStruct((48, 512), "bfloat16"))
 
 
 def test_the_mesh_is_the_best_of_those_of_the_topology(monkeypatch):
     topology = sr.Topology("v5e:2x4")
-    step = sr.trace(loss, TREE, jax.ShapeDtypeStruct((48, 512), "bfloat16"))
-    solution = sr.solve(step, topology)
+    solution = sr.solve(STEP, topology)
     meshes = topology.meshes(("fsdp", "tp"))
     assert dict(solution.mesh) in meshes
     each = []
     for mesh in meshes:
         monkeypatch.setattr(sr.Topology, "_whole_and_split", lambda *_, mesh=mesh: ([mesh], []))
-        each.append(sr.solve(step, topology).bound)
+        each.append(sr.solve(STEP, topology).bound)
     assert solution.bound == min(each)
     assert solution.gap == 0
 
 
 def test_a_mesh_of_a_slice_has_its_links(monkeypatch):
     topology, sizes = sr.Topology("v5e:2x4"), {"fsdp": 4, "tp": 2}
-    step = sr.trace(loss, TREE, jax.ShapeDtypeStruct((48, 512), "bfloat16"))
-    solution = sr.solve(step, topology.mesh(sizes))
+    solution = sr.solve(STEP, topology.mesh(sizes))
     monkeypatch.setattr(sr.Topology, "_whole_and_split", lambda *_: ([sizes], []))
-    chosen = sr.solve(step, topology)
+    chosen = sr.solve(STEP, topology)
     assert (solution.compiled, solution.specs) == (chosen.compiled, chosen.specs)
     assert "share the links" not in solution.summary + chosen.summary
-    assert sr.solve(step, sizes, hardware="v5e").bound != solution.bound
+    assert sr.solve(STEP, sizes, hardware="v5e").bound != solution.bound
 
 
 def test_the_axes_are_those_of_the_step():
@@ -76,16 +73,12 @@ def test_meshes_that_split_a_dimension_of_the_slice_are_named():
 
 def test_rows_that_an_iota_indexes_stay_in_place_by_the_compiler_as_by_the_price():
     mesh = sr.Topology("v5e:2x4").mesh(fsdp=8)
-    cut = NamedSharding(mesh, P("fsdp"))
-    rows, places = (
-        jax.ShapeDtypeStruct(shape, dtype, sharding=cut)
-        for shape, dtype in (((64, 512, 128), "float32"), ((64, 64), "int32"))
-    )
+    rows, places = array(mesh, (64, 512, 128), "fsdp"), array(mesh, (64, 64), "fsdp", dtype="int32")
 
     def squares(z, i):
         return jnp.sum(z[jnp.arange(64)[:, None], i] ** 2)
 
-    compiled = jax.jit(jax.grad(squares), out_shardings=cut).lower(rows, places).compile()
+    compiled = jax.jit(jax.grad(squares), out_shardings=rows.sharding).lower(rows, places).compile()
     assert not sr.inspect(compiled, (None, None)).collectives
     step = sr.trace(jax.grad(squares), rows, places)
     space = Space(step, {"fsdp": 8})
@@ -95,9 +88,8 @@ def test_rows_that_an_iota_indexes_stay_in_place_by_the_compiler_as_by_the_price
 def test_what_is_sent_takes_the_links_of_the_slice():
     """v5e:2x4 has none around one of its dimensions, so that rings there have half of the rate."""
     topology = sr.Topology("v5e:2x4")
-    step = sr.trace(loss, TREE, jax.ShapeDtypeStruct((48, 512), "bfloat16"))
     meshes = topology.meshes(("fsdp", "tp"))
-    searches = [Search(step, sizes, topology.hardware, 10**10, topology) for sizes in meshes]
+    searches = [Search(STEP, sizes, topology.hardware, 10**10, topology) for sizes in meshes]
     first = candidates.shortlist(best_of(searches)[0], searches)[0]
     mesh, sent = topology.mesh(first.row.mesh), first.predicted.sent
     rates = {axes: topology._links(mesh, axes).rate for axes in sent}

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.solve.spread import Machine
-from tests.tpu.marks import needs_libtpu
+from tests.support.compiled import array, needs_libtpu
 
 SHAPES = {
     "v5p:8x8x8": ((8, 8, 8), 512, "v5p"), "v5e:4x12": ((4, 12), 48, "v5e"), "v5e:1x1": ((1, 1), 1, "v5e"),
@@ -77,8 +77,6 @@ def test_meshes_are_those_that_need_no_split():
     meshes = topology.meshes(("fsdp", "tp"))
     assert [tuple(sizes.values()) for sizes in meshes] == [(1, 512), (8, 64), (64, 8), (512, 1)]
     assert not any("split" in topology.links(topology.mesh(m)).values() for m in meshes)
-    plan = sr.plan({"w": jax.ShapeDtypeStruct((512, 512), "bfloat16")}, [("w", "fsdp")], meshes[0])
-    assert len(plan.sweep(meshes)) == 4
 
 
 @needs_libtpu
@@ -142,11 +140,8 @@ def test_the_compiler_sums_over_all_chips_of_a_large_slice(name, sizes, summed):
         return jax.lax.all_gather(w, "fsdp", tiled=True), jax.lax.psum_scatter(g, "fsdp", tiled=True)
 
     step = jax.shard_map(both, mesh=mesh, in_specs=(P("fsdp"), P()), out_specs=(P(), P("fsdp")), check_vma=False)
-    shapes = [
-        jax.ShapeDtypeStruct((4096, 8192), "bfloat16", sharding=jax.NamedSharding(mesh, spec))
-        for spec in (P("fsdp"), P())
-    ]
-    kinds = sorted(row.kind for row in sr.prove(jax.jit(step), *shapes, on=mesh).collectives)
+    args = [array(mesh, (4096, 8192), *spec, dtype="bfloat16") for spec in (P("fsdp"), P())]
+    kinds = sorted(row.kind for row in sr.prove(jax.jit(step), *args, on=mesh).collectives)
     expected = {"all-gather", "reduce-scatter"} - summed
     assert kinds == sorted([*expected, *["all-reduce"] * len(summed)])
     machine = Machine(topology.hardware, sizes, topology)

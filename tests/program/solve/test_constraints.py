@@ -12,6 +12,7 @@ import shardrules as sr
 from shardrules._program.solve.constraints import activations, constrained_step, seams
 from shardrules._program.solve.space import STORED, Space
 from shardrules._program.solve.spread import Spread
+from tests.support.compiled import array, constrained, devices
 
 LAYERS, ROWS, WIDTH, HIDDEN, WORDS = 2, 8, 16, 32, 64
 AXES = ("fsdp", "tp")
@@ -55,12 +56,12 @@ RULES = [("embed", ("tp", "fsdp")), ("head|turn", ("fsdp", "tp")),
          ("up", (None, "fsdp", "tp")), ("down", (None, "tp", "fsdp"))]  # fmt: skip
 
 
-def mesh_of(fsdp=4, tp=2, **options):
-    return Mesh(np.array(jax.devices()[: fsdp * tp]).reshape(fsdp, tp), AXES, **options)
+def mesh_of(fsdp=4, tp=2):
+    return devices(fsdp=fsdp, tp=tp)
 
 
 def traced(mesh, function=train):
-    rows = jax.ShapeDtypeStruct((ROWS,), "int32", sharding=NamedSharding(mesh, P("fsdp")))
+    rows = array(mesh, (ROWS,), "fsdp", dtype="int32")
     return sr.trace(jax.jit(function, donate_argnums=0), sr.plan(TREE, RULES, mesh), rows)
 
 
@@ -112,7 +113,7 @@ def test_constraints_are_in_loops_branches_rules_of_gradients_and_what_is_recomp
 def test_constraints_of_the_program_are_replaced():
     def forward(params, rows):
         x = params["embed"][rows] @ params["turn"]
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_of(), P(None, "tp"))) * 2
+        return constrained(mesh_of(), x, None, "tp") * 2
 
     step, other = traced(mesh_of(), forward), mesh_of(2, 4)
     spread = layout(step)
@@ -124,31 +125,31 @@ def test_constraints_of_the_program_are_replaced():
 
 
 def test_shardings_of_the_programs_results_are_replaced():
-    mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
+    mesh = devices(fsdp=8)
     cut = NamedSharding(mesh, P("fsdp"))
     double = jax.jit(lambda w: 2 * w, out_shardings=cut)
     step = sr.trace(jax.jit(lambda w: double(w) + 1, out_shardings=cut), shapes((64, 64)), on=mesh)
     whole = SimpleNamespace(cuts=lambda number: ((), ()), reads={}, sums=set())
-    constrained = constrained_step(step, whole, mesh)
+    run = constrained_step(step, whole, mesh)
     w = np.arange(64.0 * 64, dtype="float32").reshape(64, 64)
-    result = constrained(w)
+    result = run(w)
     assert result.sharding.spec == P()
     np.testing.assert_array_equal(result, 2 * w + 1)
-    compiled = constrained.lower(jax.device_put(w, NamedSharding(mesh, P()))).compile()
+    compiled = run.lower(jax.device_put(w, NamedSharding(mesh, P()))).compile()
     assert not sr.inspect(compiled, (None,)).collectives
 
 
 def test_an_explicit_mesh_is_refused():
     types, step = jax.sharding.AxisType, traced(mesh_of())
     with pytest.raises(ValueError, match="mesh: fsdp are Explicit"):
-        constrained_step(step, layout(step), mesh_of(axis_types=(types.Explicit, types.Auto)))
+        constrained_step(step, layout(step), Mesh(mesh_of().devices, AXES, axis_types=(types.Explicit, types.Auto)))
 
 
 @pytest.mark.parametrize("is_constrained", [True, False])
 def test_an_operation_reads_as_was_priced(is_constrained):
     """Rows by both axes, hidden units by one: else XLA gathers hidden units, not weights."""
     mesh = mesh_of()
-    x = jax.ShapeDtypeStruct((16, 32, 64), "float32", sharding=NamedSharding(mesh, P(AXES)))
+    x = array(mesh, (16, 32, 64), AXES)
 
     def loss(w, x):
         hidden = jax.nn.silu(x @ w["gate"]) * (x @ w["up"])

@@ -17,15 +17,57 @@ import shardrules as sr
 from shardrules._program.solve import search as searching
 from shardrules._program.solve.search import Search, best_of, missing_solver
 from shardrules._program.solve.spread import Machine, Spread
-from tests.support.random_steps import random_step
 
 needs_solver = pytest.mark.skipif(bool(missing_solver()), reason="OR-tools is not installed")
 ROOM = 10**18
+WIDTHS = (512, 768, 1024, 4096)
 MESHES = ({"a": 4}, {"a": 2, "b": 2}, {"a": 4, "b": 2}, {"a": 2, "b": 3})
 
 
 def array(*shape, dtype="float32"):
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def layer(x, w):
+    return x + jnp.tanh(x @ w[0]) @ w[1], None
+
+
+STAGES = {
+    # kind: (a function of its arrays and of x, shapes of the arrays; w is the width, h the hidden one)
+    "product": (lambda p, x: jnp.tanh(x @ p[0]), ["wh"]),
+    "mlp": (lambda p, x: x + jax.nn.relu(x @ p[0]) @ p[1], ["wh", "hw"]),
+    "loop": (lambda p, x: lax.scan(layer, x, p)[0], ["3wh", "3hw"]),
+    "gated": (lambda p, x: x + (jax.nn.relu(x @ p[0]) * (x @ p[2])) @ p[1], ["wh", "hw", "wh"]),
+    "norm": (lambda p, x: (y := x @ p[0]) / jnp.sqrt(jnp.mean(y * y, -1, keepdims=True)), ["wh"]),
+}
+RECOMPUTED = lambda p, x: lax.scan(jax.checkpoint(layer), x, p)[0], ["3wh", "3hw"]
+
+
+def random_step(seed):
+    """A step of a few products, additions and sums, whose choices can all be tried; at times with a loop and gradients."""
+    rng, params, stages = random.Random(seed), [], []
+    first = width = rng.choice(WIDTHS)
+    for _ in range(rng.randint(1, 2)):
+        sizes = {"3": 3, "w": width, "h": rng.choice(WIDTHS)}
+        kind = rng.choice(list(STAGES))
+        stage, shapes = RECOMPUTED if kind == "loop" and rng.random() < 0.5 else STAGES[kind]
+        stages.append(stage)
+        params.append([array(*map(sizes.get, shape)) for shape in shapes])
+        width = sizes["h"] if len(shapes) == 1 else width
+    rows = rng.choice((64, 1024, 65536))
+
+    def forward(params, x):
+        for stage, arrays in zip(stages, params, strict=True):
+            x = stage(arrays, x)
+        return jnp.sum(x * x)
+
+    def train(params, x):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(forward)(params, x))
+
+    step = train if rng.random() < 0.6 else forward
+    step = jax.jit(step, donate_argnums=0 if step is train else ()) if rng.random() < 0.5 else step
+    batch = (rows, rng.choice((512, 768)), first) if rng.random() < 0.3 else (rows, first)
+    return sr.trace(step, params, array(*batch))
 
 
 def search_on(sizes, step, *args):

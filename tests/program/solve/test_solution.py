@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
@@ -23,14 +23,11 @@ from shardrules._program.solve.search import Search, best_of
 from shardrules._program.solve.solution import with_specs
 from shardrules._program.verify import prove
 from tests.support import models
+from tests.support.compiled import devices
 
-AXES = ("fsdp", "tp")
 SIZES = {"fsdp": 4, "tp": 2}
 MANY, FEW = 2**18, 8
-
-
-def devices(fsdp=4, tp=2):
-    return Mesh(np.array(jax.devices()[: fsdp * tp]).reshape(fsdp, tp), AXES)
+HERE = devices(**SIZES)
 
 
 def shape(*sizes, **options):
@@ -58,10 +55,10 @@ def solved(rows=FEW, mesh=SIZES, **options):
 
 def test_arrays_with_logical_names_get_rules_of_paths():
     names = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
-    plan = sr.plan(TREE, sr.LogicalRules([("embed", None)]), devices(), names=names)
+    plan = sr.plan(TREE, sr.LogicalRules([("embed", None)]), HERE, names=names)
     solution = sr.solve(sr.trace(train, plan, shape(FEW, 512)), SIZES, hardware="v5p")
-    assert dict(solution.rules) == {"^up$": (None, AXES), "down": (AXES,)}
-    assert sr.plan(TREE, solution.rules, devices()).specs() == solution.plan.specs()
+    assert dict(solution.rules) == {"^up$": (None, ("fsdp", "tp")), "down": (("fsdp", "tp"),)}
+    assert sr.plan(TREE, solution.rules, HERE).specs() == solution.plan.specs()
 
 
 def cuts_of(plan):
@@ -107,7 +104,7 @@ def test_what_rules_cannot_say_is_refused_with_the_leaf():
 
 def test_constraints_need_devices_with_the_axes_of_the_solution():
     solution = solved()
-    for mesh in (None, devices(2, 4)):
+    for mesh in (None, devices(fsdp=2, tp=4)):
         with pytest.raises(ValueError, match="and the solution is for fsdp=4,tp=2: give a mesh"):
             solution.constraints(mesh).__enter__()
 
@@ -122,7 +119,7 @@ def few(monkeypatch):
 
 
 def test_bytes_and_memory_are_the_compilers(few):
-    solution = solved(FEW, devices())
+    solution = solved(FEW, HERE)
     x = shape(FEW, 512, sharding=NamedSharding(solution.mesh, solution.specs["inputs/1"]))
     with solution.constraints() as step:
         proof = sr.prove(step, solution.plan, x)
@@ -137,7 +134,7 @@ def test_bytes_and_memory_are_the_compilers(few):
 @pytest.mark.parametrize("says", ["argument", "jit", "constraint"])
 def test_fsdp_and_the_layout_of_the_program_are_among_those_compiled_and_what_is_the_same_once(says):
     sizes = {"fsdp": 2, "tp": 2}
-    plan = sr.plan(TREE, [("up", P("fsdp", "tp")), ("down", P("tp", "fsdp"))], devices(2, 2))
+    plan = sr.plan(TREE, [("up", P("fsdp", "tp")), ("down", P("tp", "fsdp"))], devices(fsdp=2, tp=2))
     cut = NamedSharding(plan.mesh, P("fsdp"))
     constrained = lambda params, x: train(params, jax.lax.with_sharding_constraint(x, cut))  # noqa: E731
     jitted = jax.jit(
@@ -162,7 +159,7 @@ def test_the_answer_is_the_best_as_compiled_and_not_as_predicted(few, monkeypatc
     monkeypatch.setattr(
         candidates, "_costs", lambda row, *args: real(row, *args)._replace(seconds=1 / row.seconds.total)
     )
-    solution = solved(FEW, devices())
+    solution = solved(FEW, HERE)
     least, *_, most = sorted(row.predicted.seconds for row in solution.candidates)
     assert solution.candidates[0].predicted.seconds == most > least
     assert solution.compiled.seconds == min(row.compiled.seconds for row in solution.candidates)
@@ -184,7 +181,7 @@ def test_a_layout_that_the_compiler_refuses_or_fails_at_is_no_answer(few, monkey
     crash = mock.Mock(side_effect=RuntimeError("the compiler has crashed, by signal 6. Its last words: none"))
     real, answers = prove.AskedCompiler, iter(map(answered, (refuse, crash)))
     monkeypatch.setattr(prove, "AskedCompiler", lambda *args: next(answers, None) or real(*args))
-    solution = solved(FEW, devices())
+    solution = solved(FEW, HERE)
     assert not solution.candidates[0].refusal
     refusals = {row.what: row.refusal for row in solution.candidates if row.refusal}
     assert refusals == {
@@ -198,7 +195,7 @@ def test_if_all_are_refused_layouts_that_need_less_are_compiled(few, monkeypatch
     monkeypatch.setattr(solving, "best_of", lambda searches: rooms.append(searches[0].hbm) or best_of(searches))
     monkeypatch.setattr(prove, "AskedCompiler", lambda *_: answered(refuse))
     with pytest.raises(ValueError, match="nothing fits: the compiler refuses all of the") as error:
-        solved(MANY, devices())
+        solved(MANY, HERE)
     assert "FSDP on fsdp=4,tp=2: it needs 200 GB of 103 GB" in str(error.value)
     assert rooms[1] < 0.1 * rooms[0]  # predictions are of some GB, and so much too low
 
@@ -213,7 +210,7 @@ def test_an_interrupt_takes_the_best_that_is_compiled(few, monkeypatch):
         return done[0]
 
     monkeypatch.setattr(candidates, "_with_answer", interrupted)
-    assert solved(FEW, devices()).candidates == (done[0].row,)
+    assert solved(FEW, HERE).candidates == (done[0].row,)
 
 
 def test_a_mesh_without_devices_has_no_compiler_and_candidates_as_predicted():
@@ -289,7 +286,7 @@ def test_wrong_arguments_are_named(options, message):
 
 def test_what_only_code_by_device_makes_and_reads_is_not_chosen():
     """Such as what its forward pass saves for its backward pass, and constants in it; its specs stay."""
-    mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
+    mesh = devices(fsdp=8)
 
     def local(w, x):
         return jnp.sin(jnp.sin(x @ w) @ w.T)

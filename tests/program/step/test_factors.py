@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
@@ -19,20 +19,22 @@ from shardrules._program.solve.spread import Spread
 from shardrules._program.step import factors
 from shardrules._program.step.factors import rule_of
 from tests.support import hlo_counts
+from tests.support.compiled import array as array_on
+from tests.support.compiled import devices
 from tests.support.random_programs import RandomStep
 from tests.support.slow import slow
 
 N = 8
-MESH = Mesh(np.array(jax.devices()[:N]), ("x",))
+MESH = devices(x=N)
 
 
-def array(*shape, dtype="float32", **options):
-    return jax.ShapeDtypeStruct(shape, dtype, **options)
+def array(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def kinds(step, args, specs, mesh):
     """The collectives of a step whose arguments are cut so."""
-    cut = [array(*a.shape, dtype=a.dtype, sharding=NamedSharding(mesh, s)) for a, s in zip(args, specs, strict=False)]
+    cut = [array_on(mesh, a.shape, *s, dtype=a.dtype) for a, s in zip(args, specs, strict=False)]
     return {row["kind"] for row in hlo_counts.collectives(step.lower(*cut).compile().as_text())}
 
 
@@ -192,7 +194,7 @@ def test_what_is_not_known_has_no_rule():
 
 # Classes of random steps
 
-FOUR = Mesh(np.array(jax.devices()[:4]), ("x",))
+FOUR = devices(x=4)
 # Classes of these seeds that are priced otherwise than XLA does it.
 PRICED_UNLIKE = {
     44: "XLA gathers none of what is zero",

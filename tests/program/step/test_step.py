@@ -6,13 +6,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from tests.support.compiled import array, constrained, devices
 
 SIZES = {"fsdp": 4, "tp": 2}
 
@@ -21,8 +20,8 @@ def shape(*sizes, dtype="float32", **sharding):
     return jax.ShapeDtypeStruct(sizes, dtype, **sharding)
 
 
-OTHERS = [Mesh(np.array(jax.devices()[:n]), ("fsdp",)) for n in (8, 4)]
-CUT = [shape(64, 128, sharding=NamedSharding(mesh, P("fsdp"))) for mesh in OTHERS]
+OTHERS = [devices(fsdp=n) for n in (8, 4)]
+CUT = [array(mesh, (64, 128), "fsdp") for mesh in OTHERS]
 
 
 def roles(step):
@@ -86,11 +85,10 @@ def test_roles_of_a_decoder_come_from_what_it_does():
 
 def test_heads_in_code_by_device_are_heads():
     """Attention in `shard_map` names what its arguments consist of, as it does without."""
-    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    mesh = devices(tp=2)
     rules = [("[qkv]$", (None, "tp", None)), ("o", ("tp", None, None))]
     tree = {name: shape(48, 6, 8) for name in "qkv"} | {"o": shape(6, 8, 48)}
     plan = sr.plan(tree, rules, mesh)
-    specs = plan.specs()
 
     def attend(w, x):
         q, k, v = (jnp.einsum("btd,dhk->bthk", x, w[name]) for name in "qkv")
@@ -99,7 +97,7 @@ def test_heads_in_code_by_device_are_heads():
 
     def by_device(w, x):
         local = lambda w, x: lax.psum(attend(w, x), "tp")  # noqa: E731
-        return jax.shard_map(local, mesh=mesh, in_specs=(specs, P()), out_specs=P())(w, x)
+        return jax.shard_map(local, mesh=mesh, in_specs=(plan.specs(), P()), out_specs=P())(w, x)
 
     whole, local = (
         [[roles(sr.trace(step, plan, shape(4, 16, 48)))[f"inputs/0/{w}", dim] for dim in range(3)]
@@ -222,7 +220,7 @@ batched.def_vmap(lambda size, cut, w, x: (x @ w, True))
 
 
 def with_a_line_of_debugging(x):
-    lax.with_sharding_constraint(x @ x, NamedSharding(OTHERS[0], P()))
+    constrained(OTHERS[0], x @ x)
     return x * 2
 
 
@@ -311,7 +309,4 @@ def test_what_cannot_be_answered_is_told(call, error, text):
     plan = plan_on(SIZES)
     with pytest.raises(error, match=text):
         call(plan, sr.trace(up, plan, shape(64, 128)))
-
-
-def test_without_a_plan_the_mesh_is_that_of_the_arguments():
-    assert dict(sr.trace(jnp.add, CUT[0], CUT[0]).mesh.shape) == {"fsdp": 8}
+    assert dict(sr.trace(jnp.add, CUT[0], CUT[0]).mesh.shape) == {"fsdp": 8}  # that of the arguments, of one mesh

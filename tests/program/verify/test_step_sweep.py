@@ -7,13 +7,14 @@ from collections import Counter
 
 import jax
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program import compiler
 from shardrules._program.verify import sweep as module
 from tests.support.command_line import invoke
+from tests.support.compiled import array
 
 FUNCTION = f"{__name__}:step_on"
 
@@ -22,7 +23,7 @@ def step_on(mesh, batch=64, width=64):
     if width % 3 == 0:
         raise ValueError(f"no heads\nof {width}")
     plan = sr.plan({"w": jax.ShapeDtypeStruct((width, 64), "float32")}, [("w", ("fsdp", "tp"))], mesh)
-    x = jax.ShapeDtypeStruct((batch, width), "float32", sharding=NamedSharding(mesh, P("fsdp")))
+    x = array(mesh, (batch, width), "fsdp")
 
     def loss(params, x):
         return (jax.lax.with_sharding_constraint(x @ params["w"], P("fsdp", "tp")) ** 2).mean()
@@ -116,9 +117,6 @@ def test_what_is_wrong_is_told_before_anything_is_compiled(kind, monkeypatch):
     options, error, match = WRONG[kind]
     with pytest.raises(error, match=match):
         sr.sweep(step_on, **{"on": {"fsdp": 2}} | options)
-
-
-def test_a_function_that_returns_no_step_is_told():
     with pytest.raises(TypeError, match="step_on: this gives 3"):
         sr.sweep(lambda mesh: 3, {"fsdp": 2})
 

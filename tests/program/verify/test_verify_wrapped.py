@@ -219,6 +219,11 @@ def train(eqx):
     return train
 
 
+@pytest.fixture(scope="module")
+def compiled_step(eqx, placed, train):
+    return eqx.filter_jit(train).lower(BATCH, *placed[:2]).compile()
+
+
 @pytest.mark.parametrize("is_planned", [False, True])
 def test_a_step_of_equinox_compiles_again_where_it_is_told(eqx, placed, train, is_planned):
     model, state, *planned = placed
@@ -266,11 +271,9 @@ def swapped(eqx, model, plan):
         (lambda plan, state: (plan, None, state), "does not say which of 1 array"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_an_error(eqx, placed, train, chosen, message):
-    model, state, *planned = placed
-    compiled = eqx.filter_jit(train).lower(BATCH, model, state).compile()
+def test_what_does_not_fit_is_an_error(compiled_step, placed, chosen, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        sr.verify(compiled, chosen(*planned))
+        sr.verify(compiled_step, chosen(*placed[2:]))
 
 
 def test_a_key_that_is_keyword_only_needs_no_entry(eqx, placed):
@@ -316,12 +319,10 @@ def test_another_flax_is_an_error_that_says_so(nnx, plans, parts, monkeypatch):
         sr.verify(compiled, (plans[0], None))
 
 
-def test_another_equinox_is_an_error_that_says_so(eqx, placed, train):
-    model, state, plan, _ = placed
-    compiled = eqx.filter_jit(train).lower(BATCH, model, state).compile()
+def test_another_equinox_is_an_error_that_says_so(compiled_step, placed):
     other = types.new_class("Compiled")
     other.__module__ = "equinox.other"
     changed = other()
-    changed.compiled = compiled.compiled
+    changed.compiled = compiled_step.compiled
     with pytest.raises(TypeError, match=r"of equinox \d.*'info'.*by jax.jit"):
-        sr.verify(changed, (None, plan, None))
+        sr.verify(changed, (None, placed[2], None))
