@@ -117,6 +117,9 @@ def test_what_is_wrong_is_told_before_anything_is_compiled(kind, monkeypatch):
     options, error, match = WRONG[kind]
     with pytest.raises(error, match=match):
         sr.sweep(step_on, **{"on": {"fsdp": 2}} | options)
+
+
+def test_a_function_that_returns_no_step_is_told():
     with pytest.raises(TypeError, match="step_on: this gives 3"):
         sr.sweep(lambda mesh: 3, {"fsdp": 2})
 
