@@ -105,12 +105,6 @@ def test_as_safe_open_and_device_put(checkpoint, counted, shape):
     assert sum(counted) == sum(array.nbytes for array in loaded.values())
 
 
-@pytest.mark.parametrize("source", ["model.safetensors.index.json", "a.safetensors", "."])
-def test_each_source(checkpoint, source):
-    loaded = sr.load(checkpoint / source, P(), mesh_of())
-    assert list(loaded) == sorted(sr.read_model(checkpoint / source))
-
-
 def test_each_dtype(rng, tmp_path):
     names = {n for n in SAFETENSORS.values() if BITS[n] >= 8} - {"complex64", "float64"}
     arrays = {name: random_bits(rng, (8, 4), name) for name in names}

@@ -14,15 +14,8 @@ import pytest
 import shardrules as sr
 from tests.support.command_line import invoke as run
 
-SMALL = {
-    "model": "small",
-    "params": [
-        ["layers/0/wq/kernel", [512, 512], "BF16"],
-        ["layers/1/wq/kernel", [512, 512], "BF16"],
-        ["layers/1/norm", [512], "F32"],
-        ["embed", [4096, 4096], "F32"],
-    ],
-}
+KERNELS = [[f"layers/{i}/wq/kernel", [512, 512], "BF16"] for i in range(2)]
+SMALL = {"model": "small", "params": [*KERNELS, ["layers/1/norm", [512], "F32"], ["embed", [4096, 4096], "F32"]]}
 RULES = """replicated = ["norm"]
 [[rules]]
 pattern = "wq/kernel"

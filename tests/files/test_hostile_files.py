@@ -6,7 +6,6 @@ Each is read in a process of its own, whose peak of memory the system has measur
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import re
 import subprocess
@@ -160,16 +159,6 @@ def test_what_is_just_below_the_bound_takes_no_more(tmp_path, kind):
     said, peak = read_alone("json", path)
     assert said == f"read {count}"
     assert MOST // 5 < peak < MOST + path.stat().st_size + IDLE
-
-
-@pytest.mark.slow
-def test_a_manifest_of_a_million_arrays_is_read(tmp_path):
-    name = "model.layers.{}.self_attn.q_proj.weight"
-    path = tmp_path / "m.json"
-    rows = [[name.format(i), [4096, 128], "BF16"] for i in range(10**6)]
-    path.write_text(json.dumps({"params": rows}))
-    said, _ = read_alone("arrays", path)
-    assert said == "read 1000000"
 
 
 LEAF = ArraySpec((2,), "float32")

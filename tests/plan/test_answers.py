@@ -84,13 +84,10 @@ def test_what_was_looked_at_is_told_beside_findings_and_kept():
     assert "nothing found" not in str(findings)
 
 
-LEAF16 = jax.ShapeDtypeStruct((8, 8), "bfloat16")
-
-
 @pytest.fixture(scope="module")
 def folded():
-    layer = {"mlp": {"w": LEAF16, "b": LEAF16}, "[x]": LEAF16}
-    tree = {"layers": [layer] * 12, "{0..2}": LEAF16, "head": {"w": LEAF16}, "opt": {"head": LEAF16}}
+    layer = {"mlp": {"w": LEAF, "b": LEAF}, "[x]": LEAF}
+    tree = {"layers": [layer] * 12, "{0..2}": LEAF, "head": {"w": LEAF}, "opt": {"head": LEAF}}
     return sr.plan(tree, [("mlp", "tp"), ("", ())], {"tp": 2})
 
 
@@ -127,7 +124,7 @@ def test_what_is_ambiguous_is_an_error_with_the_candidates(folded):
     )
     with pytest.raises(KeyError, match="any of 2 folded paths: head/w, opt/head; give more"):
         folded.explain("*he*d*")
-    names = {f"{chr(97 + i)}{chr(98 + i)}": {"w": LEAF16} for i in range(15)}
+    names = {f"{chr(97 + i)}{chr(98 + i)}": {"w": LEAF} for i in range(15)}
     with pytest.raises(KeyError, match="15 folded paths: ab/w, .* and 5 more paths; give more"):
         sr.plan(names, [("", ())], {"tp": 2}).explain("w")
 
@@ -156,7 +153,7 @@ def test_programs_ask_for_one_path(folded):
 
 
 def test_paths_of_other_dialects():
-    tree = {"model": [{"up": {"w": LEAF16}}] * 3, "head": LEAF16}
+    tree = {"model": [{"up": {"w": LEAF}}] * 3, "head": LEAF}
     plan = sr.plan(tree, sr.Rules([("", "tp")], sr.dialects.KEYSTR), {"tp": 2})
     for asked in ("['up']['w']", "['model'][*]['up']['w']"):
         found = plan.explain(asked)
@@ -164,7 +161,7 @@ def test_paths_of_other_dialects():
 
 
 def test_the_keys_of_jax_are_told_to_be_a_string():
-    tree = {"layers": [{"w": LEAF16}]}
+    tree = {"layers": [{"w": LEAF}]}
     plan = sr.plan(tree, [("w", ())], {"tp": 2})
     ((keys, _),) = jax.tree_util.tree_leaves_with_path(tree)
     with pytest.raises(TypeError, match=r"as in plan\.paths, such as 'layers/0/w' for JAX"):

@@ -60,9 +60,7 @@ TRANSFORMATIONS = {
     "sgd": lambda: optax.sgd(1e-3),
     "momentum": lambda: optax.sgd(1e-3, momentum=0.9, nesterov=True),
     "rmsprop": lambda: optax.rmsprop(1e-3, momentum=0.9),
-    "chain": lambda: optax.chain(
-        optax.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.adam)(1e-3), optax.ema(0.9)
-    ),
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3), optax.ema(0.9)),
     "masked": lambda: optax.masked(optax.adam(1e-3), {k: k != "embed" for k in params()}),
     "multi_transform": lambda: optax.multi_transform(
         {"trained": optax.adam(1e-3), "frozen": optax.sgd(1e-3, momentum=0.9)}, labels(params())

@@ -187,6 +187,7 @@ class TestMeshes:
         sizes = {**self.SIZES}
         for given, there in ((mesh, mesh), (mesh.abstract_mesh,) * 2, (sizes, sr.resolve_mesh(sizes))):
             self.check(sr.plan(self.TREE, self.RULES, given), there)
+            self.check(sr.plan(self.TREE, self.RULES, {"tp": 2}).on_mesh(given), there)
         plan = sr.plan(self.TREE, self.RULES, sizes)
         sizes["tp"] = 9
         assert plan.axis_sizes == self.SIZES
@@ -351,22 +352,9 @@ def test_bad_leaves_are_named(bad, error, message):
     assert [plan.kind(path).device_bytes for path in fine] == [16, 16, 0, 2**56]
 
 
-class Raising:
-    shape = (2,)
-
-    @property
-    def dtype(self):
-        raise RuntimeError("no dtype today")
-
-
-class Unhashable:
-    shape, dtype = (2,), []
-
-
-@pytest.mark.parametrize(("bad", "error"), [(Raising(), RuntimeError), (Unhashable(), TypeError)])
-def test_errors_of_leaves_name_the_path(bad, error):
-    with pytest.raises(error, match="no dtype today|unhashable") as caught:
-        sr.plan({"a": array(4), "b": [array(4), bad]}, [("", "tp")], {"tp": 2})
+def test_errors_of_leaves_name_the_path():
+    with pytest.raises(TypeError, match="unhashable") as caught:
+        sr.plan({"a": array(4), "b": [array(4), leaf((2,), [])]}, [("", "tp")], {"tp": 2})
     assert "shardrules: at 'b/1' in the tree" in caught.value.__notes__
 
 
@@ -387,11 +375,6 @@ def test_arrays_are_let_go():
     gc.collect()
     assert [ref() for ref in alive] == [None] * 5
     assert str(plan.explain("a/0")).startswith("a/0  shape (4, 2)  float64")
-
-
-def test_a_spec_that_is_none():
-    with pytest.raises(TypeError, match="rule 0: the spec .* cannot be put on a mesh"):
-        sr.plan({"w": array(2)}, [("w", frozenset({"tp"}))], {"tp": 2})
 
 
 def test_the_table():
@@ -454,18 +437,6 @@ def test_a_plan_on_devices_is_not_pickled():
     assert copy.copy(plan).mesh is copy.deepcopy(plan).mesh is plan.mesh
     sizes = plan.on_mesh(plan.axis_sizes)
     assert pickle.loads(pickle.dumps(sizes)).fingerprint() == plan.fingerprint()
-
-
-def test_a_plan_goes_to_a_mesh_of_devices():
-    tree, rules = {"w": array(8)}, [("w", "tp")]
-    mesh = Mesh(np.array(jax.devices()[:4]), ("tp",))
-    plan = sr.plan(tree, rules, {"tp": 2})
-    for there in (mesh, mesh.abstract_mesh):
-        on_mesh = plan.on_mesh(there)
-        check_equal_to_named_shardings(on_mesh, tree, rules, there)
-        assert on_mesh.axis_sizes == {"tp": 4}
-    state = plan.for_optimizer({"mu": tree}).on_mesh(mesh)
-    assert state.shardings()["mu"]["w"] == NamedSharding(mesh, P("tp"))
 
 
 def test_totals_beyond_an_int64():
