@@ -22,8 +22,6 @@ def trees():
     linen, nnx = pytest.importorskip("flax.linen"), pytest.importorskip("flax.nnx")
     box = linen.Partitioned(ARRAY, ("x", "y"))
     param = nnx.Param(ARRAY)
-    if jax.tree.leaves(param)[0] is param:  # flax 0.10 has other objects in states
-        param = param.to_state()
     return {
         "plain": {"a": {"kernel": ARRAY}, "b": ARRAY},
         "boxed": {"a": {"kernel": box}, "b": linen.Partitioned(ARRAY, (None, None))},

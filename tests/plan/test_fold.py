@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 
 import numpy as np
@@ -14,27 +15,17 @@ from shardrules._plan.fold import fold, parts_of
 from tests.support import corpus
 from tests.support.slow import MODELS
 
+TOKEN = r"(\{\{|\}\}|[^{}])|\{([0-9.,]+)\}"
+
 
 def expanded(pattern):
-    """The paths of a pattern, by its grammar read from left to right, character by character."""
-    choices, i = [], 0
-    while i < len(pattern):
-        two = pattern[i : i + 2]
-        if two in ("{{", "}}"):
-            choices.append([two[0]])
-            i += 2
-        elif pattern[i] == "{":
-            end = pattern.index("}", i)
-            numbers = []
-            for item in pattern[i + 1 : end].split(","):
-                first, *last = map(int, item.split(".."))
-                numbers += range(first, (last or [first])[0] + 1)
-            choices.append(list(map(str, numbers)))
-            i = end + 1
-        else:
-            assert pattern[i] != "}", pattern
-            choices.append([pattern[i]])
-            i += 1
+    """The paths of a pattern, by its grammar: doubled braces, other characters, and sets of numbers."""
+    assert re.fullmatch(f"({TOKEN})*", pattern, re.S), pattern
+    choices = []
+    for text, items in re.findall(TOKEN, pattern, re.S):
+        ranges = [list(map(int, item.split(".."))) for item in items.split(",") if items]
+        numbers = [str(number) for first, *last in ranges for number in range(first, (last or [first])[0] + 1)]
+        choices.append(numbers or [text[0]])
     return ["".join(parts) for parts in itertools.product(*choices)]
 
 

@@ -70,7 +70,7 @@ class TestWhereNamesComeFrom:
         plan = sr.plan(state, RULES, MESH)
         assert sorted(plan.paths) == sorted(ARRAYS)
         specs = plan.specs()
-        assert {name: value_of(variable) for name, variable in specs.items()} == SPECS
+        assert {name: variable.get_value() for name, variable in specs.items()} == SPECS
 
     def test_rules_of_a_variable_s_own_are_refused(self):
         own = {"out_sharding": ("embed", "mlp"), "sharding_rules": (("embed", "tp"),)}
@@ -91,20 +91,10 @@ class TestWhereNamesComeFrom:
 
 
 def variable(name, **metadata):
-    """A Variable, or what stands for it in the states of older versions, with this metadata."""
     made = nnx.Param(np.zeros(ARRAYS[name][0], "int8"))
-    if hasattr(nnx, "VariableState") and not hasattr(made, "set_metadata"):
-        made = made.to_state()
     for key, value in metadata.items():
-        if hasattr(made, "set_metadata"):
-            made.set_metadata(key, value)
-        else:
-            setattr(made, key, value)
+        made.set_metadata(key, value)
     return made
-
-
-def value_of(variable):
-    return variable.get_value() if hasattr(variable, "get_value") else variable.value
 
 
 _, GIVEN = beside()
