@@ -324,13 +324,9 @@ class TestDiff:
         assert plan_of().diff(plan_of(mesh=dict(reversed(MESH.items()))))
 
 
-def lock_of(tree=None):
-    rules = [("wq", sr.RuleSpec(("fsdp", "tp"), sr.Correction(), (None, 2))), (re.compile("b", re.I), "tp"),
-             (".*", (("fsdp", "dp"), None))]  # fmt: skip
-    return sr.plan(tree or TREE, rules, MESH).lock()
-
-
-LOCK = lock_of()
+LOCK = sr.plan(TREE, [
+    ("wq", sr.RuleSpec(("fsdp", "tp"), sr.Correction(), (None, 2))), (re.compile("b", re.I), "tp"), (".*", (("fsdp", "dp"), None)),
+], MESH).lock()  # fmt: skip
 
 
 def at(content, place):

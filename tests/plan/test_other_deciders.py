@@ -16,8 +16,6 @@ from tests.support.trees import array
 MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tp"))
 SIZES = {"fsdp": 2, "tp": 2}
 
-KINDS = {memory.kind for memory in jax.devices()[0].addressable_memories()}
-
 
 def layers(count=3, dtype="float32", width=8):
     one = {"wq": array(width, 8, dtype=dtype), "norm": array(8, dtype=dtype)}

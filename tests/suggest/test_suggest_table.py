@@ -24,12 +24,9 @@ DATA_AXES = ("dp", "sp")
 SPARED = re.compile(r"(q_a|kv_a)_proj|w(q|kv)_a[./]|(mlp|MoeBlock_0|block_sparse_moe)[./]gate[./]")
 
 
-def has_experts(model):
-    return "deepseek" in model or "mixtral" in model
-
-
+MODELS = corpus.manifest_names()
 ALL_CASES = [
-    (model, mesh) for model in corpus.manifest_names() for mesh in MESHES if "ep" not in mesh or has_experts(model)
+    (model, mesh) for model in MODELS for mesh in MESHES if "ep" not in mesh or re.search("deepseek|mixtral", model)
 ]
 # The models of 45,000 and more arrays take a second each.
 SMALL = [case for case in ALL_CASES if case[0] not in corpus.LARGEST]
