@@ -45,10 +45,7 @@ def locked(program, change):
 
 
 WRONG = {
-    "format": (
-        lambda c: c.update(format="shardrules lock 3"),
-        "not a lock of a program: its format is .shardrules lock 3",
-    ),
+    "format": (lambda c: c.update(format="shardrules lock 3"), "not a lock of a program: .* is .shardrules lock 3"),
     "no format": (lambda c: c.pop("format"), "not a lock of a program"),
     "no mesh": (lambda c: c.pop("mesh"), "mesh is missing; write"),
     "more": (lambda c: c.update(more=1), "key 'more' is unknown"),

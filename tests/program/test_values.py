@@ -234,9 +234,8 @@ def test_each_line_that_is_executed_has_its_arrays(file):
     values = Values(hlo)
     for op in hlo.collectives:
         results = values.results(op)
-        assert [values.shapes[node] for node in results] == list(op.instruction.results)[
-            -len(results) :
-        ] or op.instruction.opcode.endswith("-start")
+        shapes = [values.shapes[node] for node in results]
+        assert shapes == list(op.instruction.results)[-len(results) :] or op.instruction.opcode.endswith("-start")
         for number, node in enumerate(results):
             source = values.operand(op, min(number, len(op.instruction.operands) - 1))
             assert source in values.made_of[node]

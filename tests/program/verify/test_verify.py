@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from tests.support.compiled import array as array_on
-from tests.support.compiled import devices
+from tests.support.compiled import constrained, devices
 
 RULES = [("layers/w", (None, "data", "model")), ("head", ("model", None))]
 PARAMS = {
@@ -94,11 +94,9 @@ def test_arrays_that_the_function_closes_over_are_told():
 # Inputs and outputs
 
 
-def compiled_on(function, *specs, **options):
-    """The function of float32 arrays of these specs, compiled; of None, the sharding is XLA's."""
-    free = jax.ShapeDtypeStruct((16, 64), "float32")
-    args = [free if spec is None else array(*spec) for spec in specs]
-    return jax.jit(function, **options).lower(*args).compile()
+def compiled_on(function, *specs):
+    """The function of float32 arrays of these specs, compiled."""
+    return jax.jit(function).lower(*(array(*spec) for spec in specs)).compile()
 
 
 def test_an_input_that_is_not_as_planned():
@@ -129,10 +127,8 @@ def test_specs_that_mean_the_same_are_the_same(spec):
 
 
 def test_shardings_that_xla_has_chosen_are_compared_as_well():
-    def constrained(x):
-        return jax.lax.with_sharding_constraint(x * 2, NamedSharding(MESH, P("data", "model")))
-
-    compiled = compiled_on(constrained, None)
+    free = jax.ShapeDtypeStruct((16, 64), "float32")
+    compiled = jax.jit(lambda x: constrained(MESH, x * 2, "data", "model")).lower(free).compile()
     assert not sr.verify(compiled, (P("data", "model"),), P("data", "model"))
     assert found(sr.verify(compiled, (P("model"),)), "input") == [("error", ("inputs/0",))]
 
@@ -433,11 +429,9 @@ def test_layers_that_are_gathered_before_their_loop():
 
 
 def test_weights_that_are_gathered_over_an_axis_that_cuts_nothing_else():
-    def function(w, x):
-        return x @ jax.lax.with_sharding_constraint(w, WHOLE)
-
+    step = jax.jit(lambda w, x: x @ constrained(MESH, w))
     for spec, level in ((P("model"), "warning"), (P("data"), "info")):
-        compiled = jax.jit(function).lower(array(*spec, dims=(64, 64)), array("data")).compile()
+        compiled = step.lower(array(*spec, dims=(64, 64)), array("data")).compile()
         findings = sr.verify(compiled, (spec, None), large=1)
         assert found(findings, "gathered") == [(level, ("inputs/0",))]
         assert of_kind(findings, "gathered").bytes == 64 * 64 * 4
@@ -457,8 +451,7 @@ def test_quantized_weights_that_are_gathered_after_they_are_scaled(dtype, rows, 
         return x @ (w.astype(x.dtype) if scale is None else dequantized(w, scale))
 
     def gathered_first(w, scale, x):
-        w = jax.lax.with_sharding_constraint(w, WHOLE)
-        return product(w, scale, x)
+        return product(constrained(MESH, w), scale, x)
 
     w, x = array("data", dims=(64, 256), dtype=dtype), array("data", dims=(512, 64))
     scale = rows and array(dims=(rows, 256))
@@ -479,13 +472,12 @@ def test_quantized_weights_that_are_gathered_after_they_are_scaled(dtype, rows, 
 
 def test_experts_that_are_gathered():
     def by_index(params, chosen, x):
-        up = jax.lax.with_sharding_constraint(params["experts"]["up"], WHOLE)
+        up = constrained(MESH, params["experts"]["up"])
         return jnp.einsum("td,tdh->th", x, up[chosen]) @ params["head"]
 
     def sent(params, chosen, x):
         chosen = jax.nn.one_hot(chosen, 8)
-        inbox = jnp.einsum("te,td->etd", chosen, x)
-        inbox = jax.lax.with_sharding_constraint(inbox, NamedSharding(MESH, P("data")))
+        inbox = constrained(MESH, jnp.einsum("te,td->etd", chosen, x), "data")
         outbox = jnp.einsum("etd,edh->eth", inbox, params["experts"]["up"])
         return jnp.einsum("te,eth->th", chosen, outbox) @ params["head"]
 
