@@ -1,4 +1,4 @@
-"""`Topology` of GPUs: names, hosts, meshes. What needs the compiler for CUDA is skipped without it."""
+"""`Topology` of GPUs: hosts, meshes. What needs the compiler for CUDA is skipped without it."""
 
 import importlib.util
 from unittest import mock
@@ -11,39 +11,6 @@ from shardrules._base.hardware import compiler_facts
 from shardrules._program.topologies import topology as gpu_topology
 from shardrules._program.topologies.topology import memory_limit
 from tests.support.compiled import needs_cuda
-
-SHAPES = {
-    "h100:8": ((8, 1), 8, "H100"),
-    "H100:8x16": ((8, 16), 128, "H100"),
-    "h200:4x2": ((4, 2), 8, "H200"),
-    "b200:8x2": ((8, 2), 16, "B200"),
-    "gb200:72x4": ((72, 4), 288, "GB200"),
-}
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_names_have_gpus_of_a_host_and_hosts(name):
-    topology = sr.Topology(name)
-    assert (topology.shape, topology.device_count, topology.hardware.name) == SHAPES[name]
-
-
-WRONG = {
-    ("h10:8", 1): "did you mean 'h100'?",
-    ("mi300:8", 1): "those of v4, v5e, v5p, v6e, tpu7x, h100, h200, b200, gb200",
-    **dict.fromkeys(
-        [("h100", 1), ("h100-8", 1), ("h100:8x0", 1), ("h100:8x2x2", 1), ("h100:64", 1)],
-        "is no topology's: give the GPUs of a host, of which NVLink connects 8 at most, and how many hosts there are, "
-        "such as 'h100:8x16'",
-    ),
-    ("h100:8x2", 3): "with slices=3 is no topology's: ",
-}
-
-
-@pytest.mark.parametrize(("name", "slices"), WRONG)
-def test_what_is_no_topology_is_told(name, slices):
-    with pytest.raises(ValueError, match="^the name ") as caught:
-        sr.Topology(name, slices)
-    assert WRONG[name, slices] in str(caught.value)
 
 
 def test_without_the_plugin_the_extra_is_named(monkeypatch):

@@ -1,4 +1,4 @@
-"""`Topology`: names, shapes, meshes along the torus. What needs libtpu is skipped without it."""
+"""`Topology`: names and shapes, also of GPUs; meshes along the torus. What needs libtpu is skipped without it."""
 
 import importlib.util
 import re
@@ -14,6 +14,9 @@ from tests.support.compiled import array, needs_libtpu
 SHAPES = {
     "v5p:8x8x8": ((8, 8, 8), 512, "v5p"), "v5e:4x12": ((4, 12), 48, "v5e"), "v5e:1x1": ((1, 1), 1, "v5e"),
     "V6E:16x16": ((16, 16), 256, "v6e"), "tpu7x:4x4x4": ((4, 4, 4), 128, "7x"), "v4:2x2x1": ((2, 2, 1), 4, "v4"),
+    # GPUs of a host, and hosts
+    "h100:8": ((8, 1), 8, "H100"), "H100:8x16": ((8, 16), 128, "H100"), "h200:4x2": ((4, 2), 8, "H200"),
+    "b200:8x2": ((8, 2), 16, "B200"), "gb200:72x4": ((72, 4), 288, "GB200"),
 }  # fmt: skip
 
 
@@ -21,13 +24,23 @@ SHAPES = {
 def test_names_have_shapes_and_devices(name):
     topology = sr.Topology(name)
     assert (topology.shape, topology.device_count, topology.hardware.name) == SHAPES[name]
-    assert sr.Topology(name, slices=3).device_count == 3 * topology.device_count
+
+
+def test_slices_are_of_tpus():
+    assert sr.Topology("v5p:8x8x8", slices=3).device_count == 3 * 512
+    with pytest.raises(ValueError, match="^the name 'h100:8x2' with slices=3 is no topology's: "):
+        sr.Topology("h100:8x2", slices=3)
 
 
 WRONG = {
     "mi300:8x8": "there is no topology of 'mi300'; there are those of v4, v5e",
     **dict.fromkeys(("v5p", "v5p-8", "v5p:4x4", "v5p:8x8x", "v5p:3x4x4", "v5p:64x64x64", "v5p:0x8x8"),
                     "each of 3 dimensions, such as 'v5p:4x4x4'; even numbers along the first two, as a host has 2x2 "),
+    "h10:8": "did you mean 'h100'?",
+    "mi300:8": "those of v4, v5e, v5p, v6e, tpu7x, h100, h200, b200, gb200",
+    **dict.fromkeys(("h100", "h100-8", "h100:8x0", "h100:8x2x2", "h100:64"),
+                    "is no topology's: give the GPUs of a host, of which NVLink connects 8 at most, and how many hosts "
+                    "there are, such as 'h100:8x16'"),
     "v5e:32x32": "and 256 devices at most, or slices= of them",
 }  # fmt: skip
 
