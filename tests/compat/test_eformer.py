@@ -465,6 +465,9 @@ def test_analyze_sharding_strategy(mesh):
 
 
 def test_messages(mesh):
+    with pytest.warns(UserWarning, match="Active mesh is empty") as empty:
+        ours.get_corrected_named_sharding((8,), P("tp"), raise_mesh_error=False)
+    assert [w.filename for w in empty] == [__file__]
     with legacy(mesh), pytest.raises(TypeError, match="Unsupported sharding type"):
         ours.with_sharding_constraint(PLACED, "tp")
     with pytest.raises(KeyError, match="absent"):

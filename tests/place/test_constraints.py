@@ -277,17 +277,18 @@ class TestWhatIsRemembered:
 
     def test_other_trees_rules_corrections_and_meshes_are_decided_anew(self, mesh):
         big, strict = sr.fsdp("fsdp", min_bytes=200), sr.Correction(indivisible="prefix")
-        turned = Mesh(mesh.devices.reshape(1, 2, 4), mesh.axis_names)
+        turned, spec = Mesh(mesh.devices.reshape(1, 2, 4), mesh.axis_names), P(("tp", "fsdp"))
         trees = [
             {"w": jnp.zeros(shape, dtype), **more}
-            for shape in ((8, 8), (8, 6), (7, 8))
+            for shape in ((8, 8), (6, 6), (7, 8))
             for dtype in ("float32", "bfloat16")
             for more in ({}, {"v": jnp.zeros(8)})
         ]
         for pairs in ([("w", big), ("", P())], [("w", P("tp", "fsdp")), ("", P(("tp", "fsdp")))]):
-            for rules, on in itertools.product((pairs, sr.Rules(pairs, correction=strict)), (mesh, turned)):
-                for tree in [*trees, *trees]:
-                    assert text_of(tree, rules, on) == text_by_jax(tree, sr.named_shardings(tree, rules, on))
+            ways = [(pairs, None), (sr.Rules(pairs, correction=strict), None), (spec, None), (spec, strict)]
+            for (rules, own), on, tree in itertools.product(ways, (mesh, turned), [*trees, *trees]):
+                expected = text_by_jax(tree, sr.named_shardings(tree, rules, on, correction=own))
+                assert text_of(tree, rules, on, correction=own) == expected
 
     def test_rules_that_come_and_go_are_told_apart(self, mesh):
         """Other rules may get the address of those that are gone."""

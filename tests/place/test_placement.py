@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._place import shard
+from shardrules.compat import eformer
 from tests.support.work import calls_by_file
 
 RULES = sr.Rules([("w", P("fsdp", "tp")), (".*", P())])
@@ -232,6 +233,7 @@ def test_nothing_is_compiled(mesh):
     assert resharded["w0"].sharding.spec == P("tp", None)
     renamed = sr.reshard(resharded, [("", P("fsdp"))], mesh, renames=[sr.Rename("w{i}", "{i}/kernel", optional=True)])
     assert renamed["0"]["kernel"].sharding.spec == P("fsdp", None)
+    eformer.make_shard_and_gather_fns(P("tp"), mesh)[1](renamed["0"]["kernel"])
     assert compiled == []
     jax.jit(lambda x: x + 1)(fetched["w0"])
     assert compiled  # the listener would have seen it

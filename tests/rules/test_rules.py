@@ -217,8 +217,9 @@ def array(*shape):
     ],
 )  # fmt: skip
 def test_each_spec(spec, expected):
-    rules = sr.Rules([("w", spec), ("v", "tp")], min_size=8, memory_budget=0)
-    assert rules.with_axes(PARTS) == sr.Rules([("w", expected), ("v", (("kv", "rep"),))], min_size=8)
+    rules = sr.Rules([("w", spec), ("v", "tp")], min_size=8, memory_budget=0, optional_axes=["tp"])
+    pairs = [("w", expected), ("v", (("kv", "rep"),))]
+    assert rules.with_axes(PARTS) == sr.Rules(pairs, min_size=8, optional_axes=["kv", "rep"])
 
 
 def test_logical_rules():
