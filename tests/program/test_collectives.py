@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import re
 from collections import Counter
 
 import jax
@@ -151,6 +152,12 @@ class TestProgram:
             sr.inspect(COMPILED, (P(None, "fsdp", "tp"),))
         with pytest.raises(TypeError, match="compiled"):
             sr.inspect(lambda: None, PLANNED)
+
+
+@pytest.mark.parametrize(("name", "is_called"), [("(psum:layer/psum)", True), ("(psum:layer/dot_general)", False)])
+def test_what_xla_has_merged_is_called_if_all_of_it_is(print_as, name, is_called):
+    print_as(re.sub('op_name="[^"]*"', f'op_name="jit(step)/shard_map/{name}"', TEXT))
+    assert {row.is_called for row in sr.inspect(COMPILED, PLANNED).collectives if row.op_name} == {is_called}
 
 
 def damaged(text):

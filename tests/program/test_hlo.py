@@ -32,7 +32,9 @@ COLUMNS = ((0, 4), (1, 5), (2, 6), (3, 7))
 )
 def test_forms_of_replica_groups(written, groups):
     attributes = f", channel_id=1, replica_groups={written}, dimensions={{0}}, to_apply=%add"
-    assert Hlo("HloModule m, num_partitions=8\n").groups(attributes) == groups
+    hlo = Hlo("HloModule m, num_partitions=8\n")
+    assert hlo.groups(attributes) == groups
+    assert hlo.groups(", channel_id=1, dimensions={0}") == (tuple(range(8)),)  # without groups, of all devices
 
 
 @pytest.mark.parametrize(
