@@ -1,5 +1,6 @@
 """Rehearsals: steps that are the same whole and sharded, and faults that change the answer."""
 
+import enum
 import json
 from functools import partial
 from typing import Any
@@ -275,6 +276,11 @@ REFUSED = {
     "shapes of results": (partial(scaled, call=lambda x: x @ x.T), None, "whose results are others"),
     "no array": (lambda mesh: (jax.jit(lambda: jnp.ones(4)), ()), None, "the step needs no array on"),
     "too large": (too_large, None, r"it needs \S+ TB, of .* let step_on take its sizes"),
+    "an argument": (
+        partial(scaled, call=lambda x: x, shape=(2**21, 2**8)),
+        None,
+        r"an argument has 2\.15 GB, of at most",
+    ),
     "arguments": (too_many, None, r"for its arguments it needs \S+ TB, of .* let step_on take its sizes"),
 }
 
@@ -295,6 +301,15 @@ def test_types_of_axes():
     explicit = (jax.sharding.AxisType.Explicit,) * 2
     mesh = jax.sharding.AbstractMesh((4, 2), tuple(SIZES), axis_types=explicit)
     assert not sr.rehearse(step_on, mesh)
+
+
+def test_axes_of_an_enum_and_a_number_of_numpy():
+    names = enum.StrEnum("names", ["FSDP", "TP"])
+
+    def step_on(mesh: Any) -> Any:
+        return of_arrays(mesh, lambda x: x * 2, ((8, 8), "float32", (names.FSDP, names.TP)))
+
+    assert not sr.rehearse(step_on, {names.FSDP: 4, names.TP: 2}, rtol=np.float64(1e-5))
 
 
 def test_a_library_that_keeps_arrays_of_the_mesh_before():

@@ -48,6 +48,8 @@ _ROUNDINGS: Final = 8
 _STATE: Final = 4
 """A result that is nearer to an argument than this part of its largest value is its next state."""
 _LAST_WORDS: Final = 2000
+_LARGEST: Final = 2 * 10**9
+"""Bytes of an argument: marshal takes 2 GiB."""
 _Form = tuple[str, tuple[int, ...]]
 """Dtype and shape of an array, as it is stored."""
 _Argument = tuple[str, tuple[int, ...], bytes, bool]
@@ -129,9 +131,15 @@ def rehearse(
                 f"{what} are others, or of other shapes or dtypes; let it use the mesh for "
                 "shardings alone, and make no dimension of a device's own rows"
             )
-    forms = ((jnp.dtype(name).itemsize, prod(shape)) for name, shape in sharded.arguments)
-    if missing := _missing_memory(sum(size * count for size, count in forms)):
+    forms = sharded.arguments
+    needed = [jnp.dtype(name).itemsize * prod(shape) for name, shape in forms]
+    if missing := _missing_memory(sum(needed)):
         raise RuntimeError(f"the step cannot be run here: for its arguments {missing}: {_SMALLER}")
+    if (largest := max(needed, default=0)) > _LARGEST:
+        raise RuntimeError(
+            f"the step cannot be run here: an argument has {bytes_shown(largest)}, of at most "
+            f"{bytes_shown(_LARGEST)}: {_SMALLER}"
+        )
     arguments, paths = list(_drawn(sharded, args)), sharded.output_paths()
     devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(asked.size)}
     # With 64 bits arrays keep their dtypes, whatever those are.
@@ -144,7 +152,7 @@ def rehearse(
         arguments=arguments,
         results=sharded.results,
         rounding=sharded.rounding,
-        rtol=rtol,
+        rtol=None if rtol is None else float(rtol),
     )
     with closing(child):
         if error := child.error("the step"):
@@ -187,7 +195,8 @@ class _Lowered:
         """Dtype and shape of the arguments that it uses, as they are stored."""
         self.results = [_stored_form(info) for info in tree_util.tree_leaves(self._inner.out_info)]
         specs = [tuple(s.spec) if (s := shardings[0][leaf]) else () for leaf in kept]
-        self.program = (tuple(asked), sizes, specs)
+        plain = {_plain(axis): size for axis, size in sizes.items()}
+        self.program = (tuple(asked), plain, [tuple(map(_plain, spec)) for spec in specs])
 
     @property
     def rounding(self) -> float:
@@ -202,6 +211,13 @@ class _Lowered:
         places = [*call.out_leaves, *(after for _, after in call.updates)]
         path_of = dict(zip(places, call.paths("outputs"), strict=True))
         return [path_of.get(place, f"outputs[{place}]") for place in range(len(self.results))]
+
+
+def _plain(entry: Any) -> Any:
+    """Return an entry of a spec of plain strings: axes of an enum are not known to the child."""
+    if isinstance(entry, tuple):
+        return tuple(map(_plain, entry))
+    return str.__str__(entry) if isinstance(entry, str) else entry
 
 
 def _stored_form(info: Any) -> _Form:
