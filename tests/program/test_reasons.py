@@ -105,6 +105,24 @@ def summed_in_each_trip(kernel, x):
     return on_tp(local, P(None, "tp"), P())(jnp.reshape(x, (8, 32, 256))) @ kernel
 
 
+def summed_for_the_next_trip(kernel, x):
+    def local(x):
+        def trip(state, stage):
+            is_its_own = jax.lax.axis_index("tp") == stage
+            return jax.lax.psum(jnp.where(is_its_own, jnp.tanh(state + stage), 0), "tp"), None
+
+        return jax.lax.scan(trip, x, jnp.arange(4))[0]
+
+    return on_tp(local, P(), P())(x) @ kernel
+
+
+def largest_of_two(kernel, x):
+    def local(kernel):
+        return jax.lax.all_gather(kernel, "data").max(0)
+
+    return jax.shard_map(local, mesh=MESH, in_specs=P("data"), out_specs=P(), check_vma=False)(kernel)
+
+
 def penalty(kernel, x):
     value, gradient = jax.value_and_grad(lambda kernel: (constrained(kernel) ** 2).sum())(kernel)
     return kernel - 0.1 * gradient, value + (x**2).sum()
@@ -133,6 +151,8 @@ OF_FUNCTIONS = [
     ("sliced", own_part_of_a_sum, P(), P("tp"), "all-reduce"),
     ("sliced", penalty, P("tp"), P("data"), "all-gather"),
     ("trips", summed_in_each_trip, P(), P(), "all-reduce"),
+    ("called", summed_for_the_next_trip, P(), P(), "all-reduce"),
+    ("gather", largest_of_two, P("data"), P(), "all-gather"),
     ("early", products_in_another_order, P(), P("data"), "all-reduce"),
     ("partial", products_in_the_only_order, P(), P("data"), "all-reduce"),
     ("batch", a_sum_that_is_returned, P(), P("data"), "all-reduce"),

@@ -15,6 +15,7 @@ from shardrules._plan.roles import experts_dim
 from shardrules._program.causes import REASONS
 from shardrules._program.executable import Executable, State
 from shardrules._program.facts import (
+    JOINS,
     MOVES,
     PRODUCTS,
     REDUCTIONS,
@@ -32,6 +33,8 @@ _NARROW: Final = 8
 """Bits of the numbers of quantized arrays, at most."""
 _CARRIERS: Final = frozenset({"f16", "s8", "u8"})
 """Dtypes that backends without collectives of narrower numbers gather for them."""
+_ADDED: Final = JOINS | MOVES | SLICES | UPDATES.keys() | {"add", "select", "subtract"}
+"""Operations that can as well come before a sum over devices."""
 _BATCH_SHARE: Final = 0.1
 """Share of the elements of all states whose gradients an axis of the batch sums."""
 
@@ -315,7 +318,12 @@ class Row:
         """True if each device uses one of the parts of what it gets, or of an argument sums."""
         count = self.reasons.count(self.axes)
         return bool(self.uses) and all(
-            (use.opcode == "reduce" and self.leaf is not None)
+            (
+                # A sum over two devices sends as much as a gather of their parts.
+                use.opcode == "reduce"
+                and self.leaf is not None
+                and 2 * self._elements(use.user) < self._elements(use.value)
+            )
             or (
                 use.opcode in SLICES
                 and self._elements(use.user) * count <= self._elements(use.value)
@@ -339,8 +347,14 @@ class Row:
     def is_carried(self) -> bool:
         """True if a loop carries a sum, to which some devices add in the next trip."""
         mask = self._facts.maker_of(self.operand, {"select"})
-        is_masked = mask is not None and self.differs(self._values.made_of[mask][0])
-        return is_masked and self.operand in self._facts.results([self.result])
+        if mask is None or not self.differs(self._values.made_of[mask][0]):
+            return False
+        opcodes, used_by = self._values.opcodes, self._values.used_by
+
+        def added(node: int) -> Iterator[int]:
+            return (user for user in used_by[node] if opcodes[user] in _ADDED)
+
+        return self.operand in self._values.reached([self.result], added)
 
     @property
     def is_early(self) -> bool:
