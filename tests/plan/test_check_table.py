@@ -250,6 +250,7 @@ HALF_HEAD = [
     Row("a projection of one dimension", attention(o_proj=array(4096)), PROJ, {"paths": ("attn/k_proj/kernel",)}, options=HEADS),
     Row("by a norm beside it", attention(k_norm=array(128)), NORMED, {"paths": ("attn/k_proj/kernel",)}),
     Row("a norm of all heads together", attention(k_norm=array(768), q_norm=array(4096)), NORMED, None),
+    Row("one norm of all heads together", attention(k_norm=array(768)), NORMED, None),
     Row("norms of two sizes", attention(k_norm=array(128), q_norm=array(64)), NORMED, None),
     Row("units keep heads whole", attention(), [("proj", sr.RuleSpec(("fsdp", "tp"), units=(None, 128)))], None, options=HEADS),
     Row("one projection of torch", TORCH, [("proj", ("tp", "fsdp"))], {"leaves": 1}, options=HEADS),
@@ -312,7 +313,6 @@ UNUSED_AXIS = [
     Row("of a logical rule for activations", {"w": array(8192, 8192)}, BATCHES, {
         "level": "info", "rule": 0, "says": "named only by rule 0 'batch' -> 'dp', which no leaf meets", "advises": "data_axes=['dp']"},
         {"dp": 4, "tp": 4}, NAMES, only="unused-axis"),
-    Row("declared", {"w": array(8192, 8192)}, BATCHES, None, {"dp": 4, "tp": 4}, NAMES, {"data_axes": ["dp"]}, only=""),
     Row("kept by a misspelt name", {"w": LARGE}, sr.LogicalRules([("embex", "fsdp"), ("mlp", "tp")]), {"level": "warning"},
         of_plan=NAMES, options={"large": MIB}),
 ]  # fmt: skip

@@ -307,6 +307,7 @@ def test_a_state_of_another_model_is_no_replicated_state():
     other = jax.eval_shape(optax.adam(1e-3).init, {"decoder": {"kernel": abstract(8, 8)}})
     with pytest.raises(ValueError, match=r"no leaf of the state follows a parameter: .*decoder"):
         plan.for_optimizer(other)
+    assert plan.for_optimizer({"random words": abstract(2, dtype="uint32")}).specs() == {"random words": P()}
 
 
 def test_what_is_not_known_is_told():

@@ -332,6 +332,7 @@ BAD_LEAVES = (
     (leaf((None, 2)), TypeError, r"is None \(a NoneType\), not an integer"),
     (leaf((7, True)), TypeError, r"is True \(a bool\), not an integer"),
     (leaf((2,), "float7"), ValueError, "float7"),
+    (leaf((2,), np.float32), ValueError, "float32"),
     (leaf((0, 2**70)), ValueError, "has more bytes than can be counted"),
 )
 
@@ -346,10 +347,11 @@ def test_bad_leaves_are_named(bad, error, message):
         "list": leaf([4, 2]),
         "empty": leaf((0, 4)),
         "vast": leaf((2**57,), "int8"),
+        "text": leaf((4,), np.dtype("S3")),
     }
     plan = sr.plan(fine, [("", "tp")], {"tp": 2})
-    assert [plan.kind(path).shape for path in fine] == [(4, 2), (4, 2), (0, 4), (2**57,)]
-    assert [plan.kind(path).device_bytes for path in fine] == [16, 16, 0, 2**56]
+    assert [plan.kind(path).shape for path in fine] == [(4, 2), (4, 2), (0, 4), (2**57,), (4,)]
+    assert [plan.kind(path).device_bytes for path in fine] == [16, 16, 0, 2**56, 6]
 
 
 def test_errors_of_leaves_name_the_path():
