@@ -164,6 +164,14 @@ def test_stacked_into_a_plan_and_taken_apart(donate):
         assert bits(again[name]) == bits(array.astype(jnp.bfloat16)), name
 
 
+def test_specs_are_those_that_the_plan_writes():
+    """jit compiles again for a sharding that is the same and written in another way."""
+    arrays, names = {"w": np.ones((4, 4), "float32")}, {"w": ("embed", "mlp")}
+    plan = sr.plan(arrays, sr.LogicalRules([("embed", None), ("mlp", None)]), mesh_of(), names=names)
+    assert sr.reshard(arrays, plan)["w"].sharding == plan.shardings()["w"]
+    assert plan.shardings()["w"].spec == P(None, None) != P()
+
+
 def test_what_does_not_fit_a_plan():
     plan = sr.plan({"w": jax.ShapeDtypeStruct((8, 4), "float32"), "v": np.ones(3)}, RULES, mesh_of())
     with pytest.raises(ValueError, match="the tree: 3 problems with the arrays") as info:

@@ -182,14 +182,11 @@ def _moves_by_paths(
     arrays = dict(zip(names, starmap(ArraySpec, shapes_and_dtypes(tree, names)), strict=True))
     in_tree = None
     if isinstance(rules, Plan):
-        in_tree, rules, mesh = rules.abstract(), rules.shardings(), None
+        in_tree, mesh = rules.abstract(), None
         planned: Any = tree_util.tree_structure(in_tree)
         # A plan of a tree with names has its arrays without their boxes.
         if not renames and tree_util.tree_structure(open_boxes(tree).tree) == planned:
-            in_tree, rules = (
-                tree_util.tree_unflatten(treedef, tree_util.tree_leaves(each))
-                for each in (in_tree, rules)
-            )
+            in_tree = tree_util.tree_unflatten(treedef, tree_util.tree_leaves(in_tree))
     problems = Problems("the tree")
     abstract, targets = matched(arrays, in_tree, forwards(renames), dtype, problems)
     specs, _, shardings = requested_shardings(abstract, rules, mesh)
