@@ -46,7 +46,8 @@ def call_of(compiled: Any, inputs: Any) -> Call:
     """
     executable = getattr(compiled, "compiled", compiled)
     box = compiled.lowered if isinstance(compiled, StoredProgram) else compiled
-    if not isinstance(executable, Compiled | StoredProgram):
+    is_known = _package_of(box) in {"jax", *_LIBRARIES}  # a box may change the arguments
+    if not isinstance(executable, Compiled | StoredProgram) or not is_known:
         raise TypeError(
             f"compiled is {shown(compiled)}; give a compiled function, {_EXPECTED}, or the same of "
             "flax.nnx.jit or equinox.filter_jit"
@@ -56,7 +57,7 @@ def call_of(compiled: Any, inputs: Any) -> Call:
 
 def call_behind(box: Any, inner: Any, inputs: Any) -> Call:
     """Read how a function is called, of what a library has lowered or compiled, and JAX in it."""
-    library = _LIBRARIES.get(type(box).__module__.partition(".")[0])
+    library = _LIBRARIES.get(_package_of(box))
     if library is None:  # JAX's own
         infos, in_tree = tree_util.tree_flatten(inner.args_info)
         out_tree = inner.out_tree
@@ -70,6 +71,10 @@ def call_behind(box: Any, inner: Any, inputs: Any) -> Call:
     updates = [(place_of[before], after) for before, after in changes if before in place_of]
     infos = tree_util.tree_leaves(inner.args_info)
     return Call(inner, infos, in_tree, in_leaves, out_tree, out_leaves, updates, name)
+
+
+def _package_of(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
 
 
 def check_entries(plans: Any, count: int) -> None:
