@@ -141,7 +141,12 @@ def test_diff_compares_the_lock_of_each_job(project):
         ("model = 'm'\nrules = 'r'\nmesh = 2", "'--mesh': mesh '2': '2' is not an axis; write it as tp=4"),
         ("model = 'm'\nrules = 'r'\nmesh = {tp = 1.5}", "'-m' / '--mesh': the size of the mesh axis 'tp' is 1.5"),
         ("model = 'm'\nrules = 'r'\nmesh = 'tp=2'\nhead-dim = true", "'--head-dim': 'True' is not a valid number"),
-        ("model = ['m']\nrules = 'rules.toml'\nmesh = 'tp=2'", "a: ['m']: No such file or directory"),
+        ("model = ['m']", "job a: model is ['m'] (a list); write a text"),
+        # Each was read as the text of it, so that nothing was replicated, and no lock compared.
+        ("model = 'm'\nreplicated = [1]", "replicated is [1] (a list); write a text or a list of texts"),
+        ("model = 'm'\noptional-axes = ['sp', 1]", "job a: optional-axes is ['sp', 1] (a list); write"),
+        ("model = 'm'\ndata-axes = {dp = 2}", "data-axes is {'dp': 2} (a dict); write a text or a list"),
+        ("function = 'a:b'\nlock = ''", "job a: lock is '' (a str); write a text"),
         ("model = 'm'\nlevel = {ded = 'off'}", "job a: level: there is no finding 'ded'; near it: dead"),
         ("function = 'a:b'", "there is no job for check, which needs model; there are a"),
         ("model = 'm'", "error: a: Missing option '-r' / '--rules'"),

@@ -6,10 +6,10 @@ Options that several commands have are here; a command is in a file of `commands
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final, get_args
 
 import click
@@ -112,16 +112,19 @@ _MOMENTS: Final = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
 
 
 def _optimizer(value: str) -> tuple[str, ...]:
-    name, _, dtype = value.partition(":")
+    name, colon, dtype = value.partition(":")
     if name not in _MOMENTS:
         raise ValueError(f"{name!r} is none of {', '.join(_MOMENTS)}; write it as adam:BF16")
-    return (_dtype(dtype or "float32"),) * _MOMENTS[name]
+    return (_dtype(dtype if colon else "float32"),) * _MOMENTS[name]
 
 
 def _dialect(value: str) -> Any:
-    from shardrules._plan.codec import LOGICAL_DIALECTS, dialect_named
+    from shardrules._plan.codec import DIALECTS, LOGICAL_DIALECTS
 
-    return dialect_named(value, is_logical=value.lower() in LOGICAL_DIALECTS)
+    dialects: dict[str, Any] = {**DIALECTS, **LOGICAL_DIALECTS}
+    if value.lower() not in dialects:
+        raise ValueError(f"dialect {value!r} is unknown; it is one of {', '.join(dialects)}")
+    return dialects[value.lower()]
 
 
 def _hardware(value: str) -> Any:
@@ -154,12 +157,15 @@ def _odd_kind(kind: str) -> str:
 
 def _values_to_try(text: str) -> list[Any]:
     """Return values of --try: numbers, true, false and none, and else texts."""
+    words: dict[str, Any] = {"true": True, "false": False, "none": None}
 
     def value_of(word: str) -> Any:
-        try:
-            return json.loads({"none": "null"}.get(word.lower(), word.lower()))
-        except ValueError:
-            return word
+        if word.lower() in words:
+            return words[word.lower()]
+        for read in (int, float):
+            with suppress(ValueError):
+                return read(word)
+        return word
 
     return list(map(value_of, _axes(text)))
 
@@ -208,6 +214,12 @@ class Option(click.Option):
             return [*map(str, value if isinstance(value, list) else [value])]
         return value if type(value) in getattr(self.type, "tables", ()) else str(value)
 
+    @property
+    def forms(self) -> set[type]:
+        """The types of TOML that a key may have; numbers and flags are texts."""
+        tables: tuple[type, ...] = getattr(self.type, "tables", ())
+        return {str, *tables, *([list] if self.multiple else [])}
+
     def check_beside(self, ctx: click.Context) -> None:
         """Check that what it needs is there, and nothing that it excludes, if it is given."""
         if not _is_given(ctx, self):
@@ -242,6 +254,7 @@ class Argument(click.Argument):
 
     in_job = True
     of_file = str
+    forms = frozenset({str})
 
     def __init__(self, declarations: Sequence[str], *, about: str, **attributes: Any) -> None:
         super().__init__(declarations, **attributes)

@@ -28,6 +28,7 @@ OWN_FILE: Final = "shardrules.toml"
 _PER_BYTE: Final = 512
 _MISSING: Final = "shardrules.missing"
 """Key of `click.Context.meta`: the words that lack an argument, and the error of click."""
+_WRITTEN: Final = {str: "a text", list: 'a list of texts, as ["dp", "pp"]', dict: "a table"}
 Jobs = dict[str, dict[str, Any]]
 """{name: {key: value}} of the jobs of a project file; their paths are relative to its folder."""
 
@@ -223,6 +224,13 @@ def _check_keys(where: str, table: dict[str, Any], jobs: list[dict[str, Any]]) -
         if not parameters:
             needed = " and ".join(owners[key].arguments)
             raise FileError(f"{where}: {key} is of {owners[key].name}, which needs {needed}")
+        forms = {form for parameter in parameters for form in parameter.forms}
+        items = value if isinstance(value, list) else [value] if value == "" else []
+        if (isinstance(value, list | dict) and type(value) not in forms) or not all(
+            isinstance(item, str) and item for item in items
+        ):
+            told = " or ".join(_WRITTEN[form] for form in _WRITTEN if form in forms)
+            raise FileError(f"{where}: {key} is {shown(value)}; write {told}")
         for item in value if isinstance(value, dict) else ():
             types = [each.type for each in parameters if isinstance(each.type, KeyValues)]
             reasons = [type.odd(item) for type in types]

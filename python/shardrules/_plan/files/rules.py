@@ -282,6 +282,8 @@ def _companions(table: _RuleFileTable) -> tuple[Companion, ...]:
         where = f"stacked[{index}]: "
         arguments = entry if isinstance(entry, dict) else {"at": entry}
         check_keys(where, arguments, _STACK)
+        if "at" not in arguments:
+            raise ValueError(f"{where}at is missing; write the path of the stack")
         with naming_place(where):
             companions.append(stacked(**arguments))
     for index, name in enumerate(table.companions):
