@@ -1,6 +1,7 @@
 """`verify`: for each finding a program that has the fault, and one that has not."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -234,7 +235,8 @@ def test_a_plan_without_rules_and_one_of_a_tree_for_one_array():
 
 def test_what_is_not_compiled_is_an_error():
     jitted = jax.jit(lambda x: x)
-    for given in (None, jitted, jitted.lower(np.ones(3))):
+    of_another_library = SimpleNamespace(compiled=compiled_step())  # which may flatten arguments in its way
+    for given in (None, jitted, jitted.lower(np.ones(3)), of_another_library):
         with pytest.raises(TypeError, match=r"compiled is .*jax.jit\(f\).lower\(...\).compile\(\)"):
             sr.verify(given, (PLAN,))
 
