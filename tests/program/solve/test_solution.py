@@ -2,6 +2,7 @@
 
 import random
 import re
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -267,6 +268,21 @@ def test_a_step_without_products_and_a_mesh_of_one_device_have_solutions():
     assert sr.solve(added, {"fsdp": 2}, hardware="v5p").seconds == 0
     alone = solved(4096, {"fsdp": 1})
     assert (alone.gap, alone.candidates[0].predicted.sent) == (0, {})
+
+
+def test_of_branches_without_products_that_counts_which_does_something():
+    """In which order they are written is no matter."""
+
+    def looked_up(is_first, params, words, number):
+        branches = [lambda: params["up"][words], lambda: jnp.zeros((4096, 2048))]
+        return jax.lax.cond(number > 0, *branches[:: 1 if is_first else -1])
+
+    args = TREE, jax.ShapeDtypeStruct((4096,), "int32"), jax.ShapeDtypeStruct((), "int32")
+    seconds = [
+        sr.solve(sr.trace(partial(looked_up, is_first), *args), {"tp": 8}, hardware="v5p").seconds
+        for is_first in (True, False)
+    ]
+    assert seconds[0] == seconds[1] > 0
 
 
 @pytest.mark.parametrize(

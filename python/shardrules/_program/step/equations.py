@@ -251,8 +251,9 @@ class Equations:
         choice = TracedOperation(eqn, None, [*numbers], outputs, bodies=bodies)
         choice.carries = len(outputs)
         platforms = eqn.params.get("branches_platforms") or ()
-        flops = list(map(self.flops, bodies))
-        choice.taken = platforms.index(None) if None in platforms else flops.index(max(flops))
+        # Of branches without products that which does most: the other one may be to do nothing.
+        work = [(self.flops(body), len([*self.everything(body)])) for body in bodies]
+        choice.taken = platforms.index(None) if None in platforms else work.index(max(work))
         return choice
 
     def _shard_map(self, eqn: Any, numbers: list[int], site: Site) -> TracedOperation:
