@@ -146,10 +146,25 @@ def _moves(
     """Return (the result or an abstract one of its structure, the move of each leaf that moves)."""
     if isinstance(rules, Plan) and mesh is not None:
         rules = rules.on_mesh(mesh)
-    if renames or isinstance(rules, Plan):
+    if renames or (isinstance(rules, Plan) and not _is_planned(tree, rules)):
         return _moves_by_paths(tree, rules, mesh, renames, dtype)
-    leaves, _, shardings = requested_shardings(tree, rules, mesh)
+    if isinstance(rules, Plan):
+        leaves = tree_util.tree_leaves(tree)
+        shardings = [leaf.sharding for leaf in tree_util.tree_leaves(rules.abstract())]
+    else:
+        leaves, _, shardings = requested_shardings(tree, rules, mesh)
     return tree, _as_they_are(tree, leaves, shardings, dtype)
+
+
+def _is_planned(tree: Any, plan: Plan) -> bool:
+    """True if a tree is the plan's, but for boxes: then no array is looked for by its path."""
+    leaves, treedef = tree_util.tree_flatten(tree)
+    goals, planned = tree_util.tree_flatten(plan.abstract())
+    # A plan of a tree with names has its arrays without their boxes.
+    if planned not in (treedef, tree_util.tree_structure(open_boxes(tree).tree)):
+        return False
+    forms = ((np.shape(leaf), getattr(leaf, "dtype", None)) for leaf in leaves)
+    return all(form == (goal.shape, goal.dtype) for form, goal in zip(forms, goals, strict=True))
 
 
 def _as_they_are(
