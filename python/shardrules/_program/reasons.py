@@ -489,10 +489,13 @@ class Row:
 
     @property
     def is_widened(self) -> bool:
-        """True if a product on the way forward is twice as large as the factor of a kernel."""
+        """True if a product on the way forward is four times as large as its kernel's factor.
+
+        At twice, as in a narrow MLP, gathering what was whole before sends as much.
+        """
         factors = (node for node in self._summed_factors if not self._is_planned(node))
         size = self.reasons.count(self.axes) * max(map(self._elements, factors), default=0)
-        return 0 < 2 * size <= self.exchange.shape.elements and "transpose(" not in self.op_name
+        return 0 < 4 * size <= self.exchange.shape.elements and "transpose(" not in self.op_name
 
     @property
     def is_of_whole(self) -> bool:
