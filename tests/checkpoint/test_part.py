@@ -82,17 +82,17 @@ def test_missing_leaves_are_made(checkpoint, caplog, init, expected):
     assert converted["value_head"].dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("init", [np.ones(3), jnp.ones(8)])
-def test_an_init_of_another_shape_names_the_path(checkpoint, init):
-    with pytest.raises(ValueError, match=r"value of value_head: its shape is \[.\]; the tree wants \[32, 8\]"):
-        sr.load(checkpoint, ALL, mesh_of(), tree=tree_of(checkpoint, **HEAD), missing={"value_head": init})
+CANNOT_BE = [
+    *((HEAD["value_head"], init, r"value of head: its shape is \[.\]; the tree wants \[32, 8\]") for init in (np.ones(3), jnp.ones(8))),
+    *((jax.ShapeDtypeStruct((4,), dtype), init, "missing: the value of head: a finite value would become")
+      for init, dtype in ((1e6, "float16"), (300, "int8"), (3.7, "int8"))),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("value", "dtype"), [(1e6, "float16"), (300, "int8"), (3.7, "int8")])
-def test_a_value_that_its_dtype_lacks(checkpoint, value, dtype):
-    tree = tree_of(checkpoint, head=jax.ShapeDtypeStruct((4,), dtype))
-    with pytest.raises(ValueError, match="missing: the value of head: a finite value would become"):
-        sr.load(checkpoint, ALL, mesh_of(), tree=tree, missing={"head": value})
+@pytest.mark.parametrize(("head", "init", "told"), CANNOT_BE)
+def test_a_value_that_a_leaf_cannot_have_names_its_path(checkpoint, head, init, told):
+    with pytest.raises(ValueError, match=told):
+        sr.load(checkpoint, ALL, mesh_of(), tree=tree_of(checkpoint, head=head), missing={"head": init})
 
 
 def test_a_value_for_all_leaves_below_its_path(checkpoint):
@@ -124,15 +124,14 @@ def test_a_part_of_a_model_and_arrays_that_an_index_leaves_out_are_told(tmp_path
     assert "1 array of model-00001-of-00001.safetensors, such as b, which the index" in caplog.text
 
 
-@pytest.mark.parametrize("options", [{"strict": False}, {"missing": {"x": 0}}])
-def test_without_a_tree_nothing_is_missing_or_left_over(checkpoint, options):
-    with pytest.raises(ValueError, match="give tree, or a plan"):
-        sr.load(checkpoint, RULES, mesh_of(), **options)
+WITHOUT_A_TREE = [{"strict": False}, {"missing": {"x": 0}}]
+OF_OTHER_TYPES = [{"strict": 2}, {"only": 3}, {"missing": "x"}, {"missing": {"x": "y"}}, {"missing": {"x": jnp.zeros}}]
 
 
-@pytest.mark.parametrize(
-    "options", [{"strict": 2}, {"only": 3}, {"missing": "x"}, {"missing": {"x": "y"}}, {"missing": {"x": jnp.zeros}}]
-)
-def test_arguments_of_other_types(checkpoint, options):
-    with pytest.raises(TypeError, match=next(iter(options))):
+@pytest.mark.parametrize("options", [*WITHOUT_A_TREE, *OF_OTHER_TYPES])
+def test_options_that_are_refused(checkpoint, options):
+    error, told = (
+        (ValueError, "give tree, or a plan") if options in WITHOUT_A_TREE else (TypeError, next(iter(options)))
+    )
+    with pytest.raises(error, match=told):
         sr.load(checkpoint, RULES, mesh_of(), **options)

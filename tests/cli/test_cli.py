@@ -102,6 +102,7 @@ SAID = [
     (f"{PLAN} -m tp=nan", 2, "'-m' / '--mesh': mesh 'tp=nan': the size of 'tp' is not an integer; write tp=4"),
     (f"{PLAN} --mesh=", 2, "the mesh is empty; write its axes as dp=8,tp=4"),
     (f"{PLAN} -m tp=2 --dialect nxn", 2, "'--dialect': dialect 'nxn' is unknown; it is one of eformer"),
+    (f"{PLAN} -m tp=2 --dialect linen", 2, "these are regex rules, and linen is for others"),
     (f"{PLAN} -m tp=2 --dialect maxtxt", 2, "big_vision, linen, flax.core, maxtext, haliax"),
     (f"{PLAN} -m tp=2 --optimizer adam:", 2, "'--optimizer': unknown dtype ''"),
     ("plan step:no_step -r rules.toml -m tp=2", 2, "step:no_step: the call of no_step() has raised TypeError"),

@@ -37,18 +37,14 @@ def test_the_help_imports_no_command_and_no_library():
     assert one <= ours(modules)
 
 
-def test_importing_the_package_imports_none_of_it():
+def test_the_package_imports_what_is_asked_for():
+    """Nothing of it at first; for matching neither JAX nor planning."""
     modules = imported_by("import shardrules")
-    assert "shardrules" in modules
     assert ours(modules) == {"shardrules._base"}
     assert not modules.intersection((*HEAVY, "click"))
-
-
-def test_matching_needs_neither_jax_nor_planning():
     modules = imported_by("import shardrules as sr; sr.Rules([('a', None)])")
     assert "shardrules._rules.rules" in modules
-    assert not [name for name in modules if "_planning" in name or ".files" in name or "_plan" in name]
-    assert "jax" not in modules
+    assert not [name for name in modules if name == "jax" or ".files" in name or "_plan" in name]
 
 
 def test_a_plan_imports_no_other_command_and_no_suggestion(tmp_path):

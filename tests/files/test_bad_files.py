@@ -175,12 +175,6 @@ def test_a_wrong_file_is_refused(write, read, name, data, expected):
     assert told.count("\n") == (2 if "^" in told else 0)  # with the pattern and a caret below it
 
 
-@pytest.mark.parametrize(("data", "dialect"), [(logical(), "EFORMER"), (table(), "LINEN")])
-def test_a_dialect_of_the_other_kind_is_refused(write, data, dialect):
-    with pytest.raises(sr.FileError, match="these are (logical|regex) rules, and .* is for others"):
-        read_rule_source(write("rules.json", data), getattr(sr.dialects, dialect))
-
-
 @pytest.mark.parametrize("read", [read_arrays, sr.read_model, read_rule_source, sr.read_rules, sr.read_hardware])
 def test_a_file_that_is_not_there(tmp_path, read):
     assert "No such file or directory; check" in message(read, tmp_path / "none.toml")

@@ -17,7 +17,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._base.dtypes import SAFETENSORS
 from shardrules._base.hardware import public_hardware
 from shardrules._base.io import FileError
 from shardrules._plan.files.leaves import ArraySpec
@@ -26,7 +25,6 @@ from shardrules._plan.files.modules import is_module_form, load_object
 from shardrules._plan.files.rules import read_rule_source, rule_places
 from tests.support import corpus
 from tests.support.files import message
-from tests.support.slow import MODELS
 
 ROWS = [["layers/0/kernel", [4, 8], "BF16"], ["layers/0/bias", [8], "float32"], ["step", [], "I32"]]
 LEAVES = {
@@ -57,25 +55,10 @@ def test_names_separators_and_marks(write):
     assert read_arrays(write("m.json", b'\xef\xbb\xbf{"params": []}')).leaves == {}
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_real_manifests(model):
-    path = corpus.manifest_path(model)
-    content = json.loads(gzip.decompress(path.read_bytes()))
-    arrays = read_arrays(str(path))
-    assert arrays.name == content["model"]
-    assert [[n, list(a.shape), a.dtype] for n, a in arrays.leaves.items()] == [
-        [name, shape, SAFETENSORS[dtype]] for name, shape, dtype in content["params"]
-    ]
-    assert len({id(a) for a in arrays.leaves.values()}) == len(set(arrays.leaves.values()))
-
-
 def test_the_largest_array(write):
     path = write("m.json", {"params": [["x", [2**62, 1], "F32"], ["y", [0, 2**63 - 1], "F32"]]})
     shapes = [leaf.shape for leaf in read_arrays(path).leaves.values()]
     assert shapes == [(2**62, 1), (0, 2**63 - 1)]
-    assert np.empty(shapes[1], "int8").shape == shapes[1]
-    with pytest.raises(ValueError, match="too big"):
-        np.empty((0, 2**40, 2**40), "int8")
 
 
 # Modules
@@ -104,12 +87,6 @@ def module(tmp_path, monkeypatch):
 
     yield write
     sys.modules.pop("user_code", None)
-
-
-def test_objects_of_modules(module):
-    module("tree = {'w': 1}\nclass Config:\n    @staticmethod\n    def tree(): return [2]\n")
-    assert load_object("user_code:tree") == {"w": 1}
-    assert load_object("user_code:Config.tree") == [2]
 
 
 @pytest.mark.parametrize(
@@ -240,10 +217,12 @@ def test_rules_of_a_module(module):
         "import shardrules as sr\nPAIRS = [('w', 'tp')]\nWRONG = 3\n"
         "def rules(): return sr.Rules(PAIRS, sr.dialects.KERAS)\n"
         "LOGICAL = sr.LogicalRules(PAIRS, sr.dialects.MAXTEXT)\n"
+        "class Config:\n    @staticmethod\n    def rules(): return PAIRS\n"
     )
     pairs, dialects = [("w", "tp")], sr.dialects
     for name, dialect, expected in (
         ("PAIRS", None, sr.Rules(pairs)),
+        ("Config.rules", None, sr.Rules(pairs)),
         ("rules", None, sr.Rules(pairs, dialects.KERAS)),
         ("rules", dialects.EASYLM, sr.Rules(pairs, dialects.EASYLM)),
         ("PAIRS", dialects.LINEN, sr.LogicalRules(pairs)),

@@ -139,11 +139,8 @@ def test_commands(files, tmp_path):
         (("explain", model, "layers/0/wi", "-r", rules, *mesh), 0, "dim 0 'embed': rule 0"),
         (("check", model, "-r", wrong, *mesh), 1, "unknown-name"),
         (("plan", nameless, "-r", rules, *mesh), 2, "rules are for logical axis names, and this file has none"),
-        (("plan", model, "-r", DUMPS / "base.yml", "-m", "fsdp=4,tensor=2"), 0, ""),
-        (("sweep", model, "-r", rules, "--devices", "8", "--axes", "fsdp,tp,expert"), 0, "fsdp=8"),
         (("plan", *files, "--lock", lock), 0, ""),
         (("diff", lock, *files), 0, ""),
-        (("diff", lock, model, "-r", rules, "-m", "fsdp=2,tp=4"), 1, ""),
     ):  # fmt: skip
         done = run(*words)
         assert (done.exit_code, expected in done.output) == (code, True), done.output

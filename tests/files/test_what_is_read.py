@@ -98,13 +98,9 @@ READS = pytest.mark.parametrize("read", [load, sr.read_model])
 
 
 @READS
-@pytest.mark.parametrize("source", ["models/m.safetensors", "models/m.json.gz", "/models/llama/8b"])
-def test_what_is_not_there(read, source):
-    assert "No such file or directory" in message(read, source)
-
-
-@READS
-def test_what_hugging_face_has(read, tmp_path):
+def test_what_is_not_there_and_what_hugging_face_has(read, tmp_path):
+    for source in ("models/m.safetensors", "models/m.json.gz", "/models/llama/8b"):
+        assert "No such file or directory" in message(read, source)
     source = "meta-llama/Llama-3.1-8B"
     assert f"hf download {source} --local-dir DIRECTORY" in message(read, source)
     (tmp_path / "snapshots").mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -130,20 +131,18 @@ def test_what_is_ambiguous_is_an_error_with_the_candidates(folded):
 
 
 NOWHERE = ("lp/b", "{12..99}/mlp/w", "layers/*/mlp/wx", "layers/{2..11}/mlp/w", "{0..11}/mlp/w", "{1..2..3}/mlp/w")
+NO_PATH = ("", ".", "{,}", "\0")
 
 
-@pytest.mark.parametrize("asked", NOWHERE)
+@pytest.mark.parametrize("asked", [*NOWHERE, *NO_PATH])
 def test_what_is_nowhere_is_an_error_with_near_paths(folded, asked):
     with pytest.raises(KeyError) as info:
         folded.explain(asked)
     end = "b" if asked.endswith("b") else "w"
-    assert str(info.value).startswith(f"no leaf has the path {asked!r}; near it: layers/{{0..11}}/mlp/{end}")
-
-
-@pytest.mark.parametrize("asked", ["", ".", "{,}", "\0"])
-def test_what_means_nothing(folded, asked):
-    with pytest.raises(KeyError, match="no leaf has the path .*; a glob such as"):
-        folded.explain(asked)
+    near = f"no leaf has the path {asked!r}; near it: layers/{{0..11}}/mlp/{end}"
+    assert re.match(
+        "no leaf has the path .*; a glob such as" if asked in NO_PATH else re.escape(near), info.value.args[0]
+    )
 
 
 def test_programs_ask_for_one_path(folded):

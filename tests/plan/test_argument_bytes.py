@@ -36,10 +36,10 @@ def mesh_of(devices):
     return Mesh(grid, ("fsdp", "tp"))
 
 
-def argument_bytes(*trees, keep_unused=True):
+def argument_bytes(*trees):
     """What XLA counts for a program with these arguments."""
     leaves = jax.tree.leaves(trees)
-    compiled = jax.jit(lambda *_: 0, keep_unused=keep_unused).lower(*leaves).compile()
+    compiled = jax.jit(lambda *_: 0, keep_unused=True).lower(*leaves).compile()
     return compiled.memory_analysis().argument_size_in_bytes
 
 

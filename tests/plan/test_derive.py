@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -43,14 +44,9 @@ def labels(tree):
     return {key: "frozen" if key == "embed" else "trained" for key in tree}
 
 
-class Box:
-    def __init__(self, spec):
-        self.spec = spec
-
-
 def bare(tree):
     """A tree of specs as a tree of boxes that a tree_map passes as they are."""
-    return jax.tree.map(Box, tree, is_leaf=lambda x: isinstance(x, P))
+    return jax.tree.map(lambda spec: SimpleNamespace(spec=spec), tree, is_leaf=lambda x: isinstance(x, P))
 
 
 TRANSFORMATIONS = {

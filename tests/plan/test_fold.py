@@ -11,9 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardrules._plan.fold import fold, parts_of
-from tests.support import corpus
-from tests.support.slow import MODELS
+from shardrules._plan.fold import fold
 
 TOKEN = r"(\{\{|\}\}|[^{}])|\{([0-9.,]+)\}"
 
@@ -95,18 +93,3 @@ def test_a_path_with_many_numbers(count):
     assert patterns_of([f"{i}{numbers}" for i in range(3)]) == ["{0..2}" + numbers]
     patterns = patterns_of([f"{numbers}/{i}" for i in range(3)])
     assert len(patterns) == (1 if count < 16 else 3)
-
-
-@pytest.mark.parametrize("pattern", ["{", "}", "a{b}", "{1", "1}", "{}", "{,1}", "}{", "{{}", "{-1}", "{１}"])
-def test_braces_that_make_no_sense(pattern):
-    with pytest.raises(ValueError, match="braces make no sense from character"):
-        list(parts_of(pattern))
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_real_models_fold_without_loss(model):
-    manifest = corpus.manifest(model)
-    tree = manifest.flat(lambda p: {"shape": p.shape, "dtype": p.dtype})
-    kinds = {}
-    groups = [kinds.setdefault((p["shape"], p["dtype"]), len(kinds)) for p in map(dict, tree.values())]
-    check_lossless(list(tree), [int(g) for g in groups])

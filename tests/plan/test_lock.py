@@ -449,7 +449,10 @@ def test_paths_that_are_too_long_together(most, pattern):
         (edited("leaves", 1, "path", 3), "path is 3 .*; write a text"),
         (edited("leaves", 1, "path", "{3..1}"), "no numbers are 3..1"),
         (edited("leaves", 1, "path", "{1..2..3}"), "leaves"),
-        (edited("leaves", 1, "path", "{1..2"), "braces make no sense"),
+        *(
+            (edited("leaves", 1, "path", path), "braces make no sense from character")
+            for path in ("{1..2", "{", "}", "a{b}", "1}", "{}", "{,1}", "}{", "{{}", "{-1}", "{１}")
+        ),
         (edited("leaves", 1, "memory_kind", "pinned_hsot"), "leaves.*memory_kind is 'pinned_hsot'.*'pinned_host'"),
         (edited("rules", 0, "memory_kind", "pinned_hsot"), "rule.*memory_kind is 'pinned_hsot'.*'pinned_host'"),
         (edited("leaves", 1, "color", "red"), r"leaves\[1\]: key 'color' is unknown"),

@@ -69,21 +69,15 @@ class TestSpecs:
         with pytest.raises(TypeError, match="for the leaf head the spec is .*SingleDeviceSharding"):
             sr.plan(layers(), {"layers": P(), "head": here}, SIZES)
 
-    def test_the_mesh_of_shardings_is_the_plan_s(self):
+    def test_the_mesh_and_the_memory_of_shardings_are_the_plan_s(self):
         tree = {"w": array(8, 8)}
-        given = {"w": NamedSharding(MESH, P("fsdp", "tp"))}
+        given = {"w": NamedSharding(MESH, P("fsdp", "tp"), memory_kind="pinned_host")}
         assert sr.plan(tree, given).mesh == MESH
         assert sr.plan(tree, given).shardings() == given
         assert shard_bytes(sr.plan(tree, given, {"fsdp": 8, "tp": 1})) == [32]
         other = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("tp",)), P())
         with pytest.raises(ValueError, match="mesh"):
             sr.plan(tree | {"v": array(8)}, given | {"v": other})
-
-    def test_memory_is_kept(self):
-        in_host = NamedSharding(MESH, P("tp", None), memory_kind="pinned_host")
-        plan = sr.plan({"w": array(8, 8)}, {"w": in_host})
-        assert plan.kind("w").memory_kind == "pinned_host"
-        assert plan.shardings() == {"w": in_host}
 
     def test_numbers_in_a_pattern_are_those_of_the_leaves(self):
         tree = {f"block{i}": array(8) for i in (*range(12), 20, 201)}

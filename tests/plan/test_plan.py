@@ -480,19 +480,16 @@ def test_other_rules_decide_as_in_a_plan_of_their_own(model, rules, before):
     assert found.on_mesh({"fsdp": 2}).fingerprint() == own.on_mesh({"fsdp": 2}).fingerprint()
 
 
-def test_other_rules_that_cannot_decide_are_refused():
+def test_other_rules_decide_of_the_same_kind_and_keys_alone():
     plan = sr.plan({"w": jax.ShapeDtypeStruct((8,), "int8")}, [], {"tp": 2})
     with pytest.raises(ValueError, match="the dialect JAXSeq has other keys than eformer"):
         plan.with_rules(sr.Rules([("w", "tp")], sr.dialects.KEYSTR))
+    logical = sr.LogicalRules([("a", "tp")], sr.dialects.MAXTEXT)
     with pytest.raises(TypeError, match="logical"):
-        plan.with_rules(sr.LogicalRules([("w", "tp")]))
-
-
-def test_other_rules_for_names():
+        plan.with_rules(logical)
     tree, names, mesh = {"w": array(8), "v": array(4)}, {"w": ("a",), "v": ("b",)}, {"tp": 2}
-    rules = sr.LogicalRules([("a", "tp")], sr.dialects.MAXTEXT)
     plan = sr.plan(tree, sr.LogicalRules([("b", "tp")]), mesh, names=names)
-    own, found = sr.plan(tree, rules, mesh, names=names), plan.with_rules(rules)
+    own, found = sr.plan(tree, logical, mesh, names=names), plan.with_rules(logical)
     assert (repr(found), found.fingerprint()) == (repr(own), own.fingerprint())
     with pytest.raises(TypeError, match="give LogicalRules"):
         plan.with_rules([("w", "tp")])

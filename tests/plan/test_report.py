@@ -50,13 +50,10 @@ def finding(**changes):
 FINDINGS = sr.types.Findings([finding(), finding(level="error", kind="unmatched", rule=None)])
 
 
-def rules():
-    return corpus.rules("easydel__deepseek_v2-DeepseekV2Config-v0.0.80")
-
-
 @pytest.fixture(scope="module")
 def deepseek():
-    return sr.plan(corpus.manifest(corpus.DEEPSEEK).nested(corpus.abstract), rules(), MESH)
+    rules = corpus.rules("easydel__deepseek_v2-DeepseekV2Config-v0.0.80")
+    return sr.plan(corpus.manifest(corpus.DEEPSEEK).nested(corpus.abstract), rules, MESH)
 
 
 @pytest.fixture(scope="module")

@@ -21,10 +21,6 @@ def roles(tree, head_dim=None):
     return {folded.pattern: of for folded, of in zip(plan.folded, found, strict=True)}
 
 
-def sides(tree):
-    return {path: " ".join(of.sides) for path, of in roles(tree).items()}
-
-
 def model(name):
     return corpus.manifest(name).nested(corpus.with_dtype)
 
@@ -90,6 +86,12 @@ def test_a_kernel_of_four_dimensions_without_the_width_is_not_known():
     assert found["mix/kernel"].sides == ("window",) * 4
 
 
+def moe(router, *names):
+    """A block whose experts no name tells."""
+    up, gate, down = names
+    return {router: {"kernel": (64, 8)}, up: (8, 64, 256), gate: (8, 64, 256), down: (8, 256, 64)}
+
+
 NORM = {"norm": {"scale": (64,)}}
 EMBED = {"embed": (512, 64)}
 EXPERT = {"up": {"kernel": (64, 256), "weight_scale_inv": (2, 4)}}
@@ -99,6 +101,8 @@ STACK = {"up": (8, 64, 256), "down": (8, 256, 64), "bias": (8, 64)}
 FEW_HEADS = {"q": (64, 4, 16), "k": (64, 4, 16), "o": (4, 16, 64)}
 MLP = {"gate": {"kernel": (64, 256)}, "up": {"kernel": (64, 256)}, "down": {"kernel": (256, 64)}}
 MIXER = {"gate": (64, 256), "in_proj": (64, 2, 256), "out_proj": (256, 64), **NORM}
+# In one block with experts, as many, and before the width.
+AS_MANY = {**moe("router", "w1", "w3", "w2"), **dict.fromkeys(("wq", "wk", "wv"), (8, 64, 16)), **NORM}
 # what, tree, some of its paths with their roles
 MADE = [
     ("names of square kernels", {"layers": [{"attn": dict.fromkeys(("wq", "wk", "wv", "wo"), (64, 64))}] * 2, "norm": (64,)},
@@ -112,6 +116,8 @@ MADE = [
     ("paths of nnx", {"layers": [NNX] * 3}, {"layers/{0..2}/up/kernel/value": "residual hidden"}),
     ("a stack without a norm", {**EMBED, "decoder": {"layers": STACK}},
      {"decoder/layers/up": "layers residual hidden", "decoder/layers/down": "layers hidden residual", "decoder/layers/bias": "layers vector"}),
+    ("as many heads as experts", {**EMBED, "layers": [AS_MANY] * 4},
+     {"layers/{0..3}/wq": "heads residual head", "layers/{0..3}/w2": "experts hidden residual"}),
     ("a stack of another name with a norm", {**EMBED, "blk": {"down": (8, 256, 64), "up": (8, 64, 256), "norm": (8, 64)}},
      {"blk/up": "layers residual hidden", "blk/down": "layers hidden residual", "blk/norm": "layers vector"}),
 ]  # fmt: skip
@@ -143,14 +149,8 @@ def test_the_roles_of_made_trees(tree, expected):
     ],
 )
 def test_what_is_no_stack_and_no_experts(role, tree):
-    found = sides(abstract({**EMBED, **tree, "norm": (64,)}))
-    assert all(role not in of for of in found.values()), found
-
-
-def moe(router, *names):
-    """A block whose experts no name tells."""
-    up, gate, down = names
-    return {router: {"kernel": (64, 8)}, up: (8, 64, 256), gate: (8, 64, 256), down: (8, 256, 64)}
+    found = roles(abstract({**EMBED, **tree, "norm": (64,)}))
+    assert all(role not in of.sides for of in found.values()), found
 
 
 @pytest.mark.parametrize(
@@ -178,12 +178,3 @@ def test_experts_are_as_many_as_their_router_has_outputs(block, depth):
     # As for no other, tensor axes leave the router whole.
     assert {*block} & {"w_gate", "router"} or all(
         of.tensor == "none" for path, of in found.items() if "gate/kernel" in path)  # fmt: skip
-
-
-def test_as_many_heads_as_experts_are_heads():
-    """In one block with them, and before the width."""
-    heads = dict.fromkeys(("wq", "wk", "wv"), (8, 64, 16))
-    layer = {**moe("router", "w1", "w3", "w2"), **heads, "norm": {"scale": (64,)}}
-    found = sides(abstract({"embed": (512, 64), "layers": [layer] * 4}))
-    assert found["layers/{0..3}/wq"] == "heads residual head"
-    assert found["layers/{0..3}/w2"] == "experts hidden residual"
