@@ -197,8 +197,8 @@ W = numbers(4, 2)
 STACK = sr.Rename("layers.{layer}.w", "w", "out in -> layer out in")
 MISFITS = {
     "a layer is missing": ({"layers.0.w": W, "layers.2.w": W}, [STACK], "w: it is stacked along 'layer', and 1 is missing"),
-    **{f"layer {n[:9]}": ({"layers.0.w": W, f"layers.{n}.w": W}, [STACK], told)  # which must not fill the memory
-       for n, told in (("10000000", "and 1 is missing"), ("999999999999", "and 1 is missing"), ("9" * 200, "is no number along"))},
+    **{f"a layer of {len(n)} digits": ({"layers.0.w": W, f"layers.{n}.w": W}, [STACK], told)  # which must not fill the memory
+       for n, told in (("10000000", "and 1 is missing"), ("999999999999", "is no number along"), ("9" * 200, "is no number along"))},
     "no number": ({"layers.x.w": W}, [STACK], "layers.x.w: 'x' is no number along 'layer'; give the words"),
     "another shape": ({"layers.0.w": W, "layers.1.w": numbers(4, 3)}, [STACK], "w: its parts have different shapes"),
     "another dtype": ({"layers.0.w": W, "layers.1.w": W.astype("float16")}, [STACK],

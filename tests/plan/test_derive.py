@@ -406,6 +406,11 @@ def test_leaves_follow_the_rule_of_a_base(case):
     tree, rules, companions, expected = FOLLOWING[case]
     plan = sr.plan(tree, rules, SIZES, companions=companions)
     assert {path: (P(*plan.kind(path).spec), plan.explain(path).source) for path in expected} == expected
+    moments = plan.for_optimizer(jax.eval_shape(optax.adam(1e-3).init, tree))
+    assert moments.specs()[0].mu == plan.specs()
+    assert {path: moments.explain(f"0/mu/{path}").source for path in expected} == {
+        path: source for path, (_, source) in expected.items()
+    }
 
 
 def test_a_stack_below_itself_has_no_rule():
@@ -510,14 +515,6 @@ def test_other_rules_leave_companions_out():
     rules = [("layers/0/w", P("fsdp", "tp"))]
     plan = sr.plan(tree, rules, SIZES, companions=[sr.stacked("layers")]).with_rules(other)
     assert plan.specs() == sr.plan(tree, other, SIZES).specs() == {"layers": {"w": P(None, "tp", None)}}
-
-
-def test_optimizer_states_of_companions():
-    tree = {"q": {"kernel": abstract(32, 32), "lora_a": abstract(32, 4)}}
-    plan = plan_of(tree, companions=sr.LORA)
-    derived = plan.for_optimizer(jax.eval_shape(optax.adam(1e-3).init, tree))
-    assert derived.specs()[0].mu == plan.specs()
-    assert derived.explain("0/mu/q/lora_a").source == "q/kernel"
 
 
 def test_bad_companions():
