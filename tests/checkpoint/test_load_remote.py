@@ -76,6 +76,13 @@ def test_a_file_an_index_and_a_directory(arrays, name):
     check(stacked, {"w": np.stack([array.T for array in arrays.values()])})
 
 
+def test_what_is_between_near_ranges_is_read_along(arrays):
+    data = safetensors.numpy.save({name: np.ones(8, "float32") for name in "abc"})
+    fsspec.filesystem("memory").pipe_file("/whole/small.safetensors", data)
+    assert list(sr.load("faulty://whole/small.safetensors", P(), mesh_of(), only="a|c")) == ["a", "c"]
+    assert [len(ranges) for ranges in Faulty.ranges] == [1, 1]
+
+
 def test_far_and_long_ranges_are_requests_of_their_own(arrays, monkeypatch):
     for most, only, names, count in ((7000, None, arrays, 12), (30_000, "w[05]", ["w0", "w5"], 2)):
         monkeypatch.setattr(units, "_READ", most)
