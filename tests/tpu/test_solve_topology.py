@@ -1,7 +1,5 @@
 """`solve` on a topology: the mesh is chosen among those that exist there, and the compiler proves it."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,7 +9,7 @@ from shardrules._program.solve import candidates
 from shardrules._program.solve.search import Search, best_of
 from shardrules._program.solve.space import Space
 from shardrules._program.solve.spread import Spread
-from tests.cli.test_solve_command import MODULE
+from tests.cli.test_solve_command import folder  # noqa: F401 # has the module, in each test
 from tests.support.command_line import invoke
 from tests.support.compiled import array, needs_libtpu
 
@@ -101,16 +99,7 @@ def test_what_is_sent_takes_the_links_of_the_slice():
 # By the command
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    (tmp_path / "mlp_to_solve.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
-    sys.modules.pop("mlp_to_solve", None)
-
-
-def test_a_slice_is_all_that_is_needed(folder):
+def test_a_slice_is_all_that_is_needed():
     done = invoke("solve", "mlp_to_solve:step_on", "--on", "v5e:2x4")
     assert done.exit_code == 0, done.stderr
     assert "[[rules]]" in done.stdout
@@ -119,7 +108,7 @@ def test_a_slice_is_all_that_is_needed(folder):
     assert (done.exit_code, "fsdp=3" in done.stderr) == (2, True)
 
 
-def test_the_compiler_sends_what_was_predicted(folder):
+def test_the_compiler_sends_what_was_predicted():
     from mlp_to_solve import step_on
 
     topology = sr.Topology("v5e:2x4")
