@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from functools import cached_property, partial
 from itertools import chain
 from math import prod
 from typing import Final, cast
@@ -254,8 +254,7 @@ class Row:
             return next((node for node in behind if self._elements(node) == size), nodes[0])
         node = nodes[self.exchange.number]
         if op.kind == "reduce-scatter" and values.opcodes[node] == "all-reduce":
-            slices = (user for user in values.used_by[node] if values.opcodes[user] in SLICES)
-            return next(slices, node)
+            return next(self._made_by(SLICES, node), node)
         return node
 
     @property
@@ -349,32 +348,28 @@ class Row:
         mask = self._facts.maker_of(self.operand, {"select"})
         if mask is None or not self.differs(self._values.made_of[mask][0]):
             return False
-        opcodes, used_by = self._values.opcodes, self._values.used_by
-
-        def added(node: int) -> Iterator[int]:
-            return (user for user in used_by[node] if opcodes[user] in _ADDED)
-
+        added = partial(self._made_by, _ADDED)
         return self.operand in self._values.reached([self.result], added)
 
     @property
     def is_early(self) -> bool:
         """True if nothing is made of a sum but smaller products, which could be summed instead."""
-        values, products = self._values, list[int]()
-
-        def moved(node: int) -> Iterator[int]:
-            for user in values.used_by[node]:
-                products.append(user)
-                if values.opcodes[user] in MOVES:
-                    yield products.pop()
-
-        copies = set(values.reached([self.result], moved))
+        values, opcodes = self._values, self._values.opcodes
+        copies = set(values.reached([self.result], partial(self._made_by, MOVES)))
+        users = (user for node in copies for user in values.used_by[node])
+        products = [user for user in users if opcodes[user] not in MOVES]
         size = sum(map(self._elements, products))
         return (
             0 < 2 * size <= self._elements(self.result)
             and copies.isdisjoint(values.returned)
-            and all(values.opcodes[user] in ("convolution", "dot") for user in products)
+            and all(opcodes[user] in ("convolution", "dot") for user in products)
             and not any(map(self.differs, copies.union(*map(values.made_of.__getitem__, products))))
         )
+
+    def _made_by(self, opcodes: Set[str], node: int) -> Iterator[int]:
+        """Yield what one of these operations makes of a value."""
+        users = self._values.used_by[node]
+        return (user for user in users if self._values.opcodes[user] in opcodes)
 
     def _elements(self, node: int) -> int:
         return self._values.shapes[node].elements
