@@ -18,6 +18,7 @@ import shardrules as sr
 from shardrules.compat.flax_core_meta import Partitioned
 from tests.support import api
 from tests.support.files import header_file
+from tests.support.trees import cuts
 
 MESH = Mesh(np.array(jax.devices()[:2]), ("tp",))
 TREE = {"norm": np.ones(8, np.float32), "wq": np.ones((8, 8), np.float32)}
@@ -52,17 +53,10 @@ COMPILED = jax.jit(lambda tree: tree).lower(PLAN.abstract()).compile()
 NAMED_PLAN = sr.plan(TREE, LOGICAL, MESH, names=NAMES)
 
 
-def cut(spec: Any) -> tuple[Any, ...]:
-    entries = list(spec)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return tuple(entries)
-
-
 def of_tree(shardings: Any) -> dict[str, Any]:
     is_leaf = lambda node: isinstance(node, P | NamedSharding)  # noqa: E731
     found = jax.tree.leaves(shardings, is_leaf=is_leaf)
-    specs = [cut(getattr(leaf, "spec", leaf)) for leaf in found]
+    specs = [cuts(getattr(leaf, "spec", leaf)) for leaf in found]
     return dict(zip(sorted(TREE), specs, strict=True))
 
 
@@ -103,7 +97,7 @@ CENSUS: dict[str, tuple[Callable[[Any], dict[str, Any]], dict[str, str]]] = {
         lambda given: of_tree((NAMED_PLAN if is_named(given) else PLAN).with_rules(given).specs()), {}),
     "spec_for.rules": (
         lambda given: {
-            path: cut(sr.spec_for(path, leaf.shape, given[path] if isinstance(given, dict) else given, MESH))
+            path: cuts(sr.spec_for(path, leaf.shape, given[path] if isinstance(given, dict) else given, MESH))
             for path, leaf in TREE.items()
         },
         {"LogicalRules": r"give shardrules.logical_to_mesh\(names, rules\)"}),

@@ -15,17 +15,10 @@ import shardrules as sr
 from tests.support import corpus
 from tests.support.references import big_vision_fsdp, openpi_fsdp
 from tests.support.slow import MODELS
-from tests.support.trees import array
+from tests.support.trees import array, cuts
 
 MESHES = [{"fsdp": 8}, {"fsdp": 256}, {"data": 2, "fsdp": 12}, {"fsdp": 1, "tp": 8}, {"replica": 2, "fsdp": 7, "tp": 4}]
 MIB = 2**20
-
-
-def cuts(spec):
-    entries = list(spec)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return tuple(entries)
 
 
 def specs(tree, spec, mesh, **policy):

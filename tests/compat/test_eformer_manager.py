@@ -82,7 +82,7 @@ class TestNames:
             methods = {n for n in vars(expected) if callable(getattr(expected, n))}
             public = {n for n in methods & vars(got).keys() if not n.startswith("_")}
             assert "resolve_axis" in public or "shard" in public
-            pairs = [(getattr(got, n), getattr(expected, n)) for n in public]
+            pairs += [(getattr(got, n), getattr(expected, n)) for n in public]
         for pair in pairs:
             mine, their = (list(inspect.signature(one).parameters) for one in pair)
             assert mine == their, pair
@@ -118,10 +118,6 @@ class TestResolving:
             assert getattr(got, field) == getattr(expected, field), field
         assert got.to_dict() == expected.to_dict()
         assert ours.PartitionAxis.from_dict(got.to_dict()) == got
-
-    def test_the_same_fields_in_the_same_order(self):
-        expected = inspect.signature(theirs.PartitionAxis).parameters
-        assert list(inspect.signature(ours.PartitionAxis).parameters) == list(expected)
 
     @given(GIVEN_FIELDS, DIMENSIONS, st.sampled_from([*MODES, "another mode"]))
     def test_dimensions(self, fields, axes, mode):

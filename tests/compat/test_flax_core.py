@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from shardrules.compat import flax_core_meta as our_meta
 from shardrules.compat import flax_core_spmd as our_spmd
 from shardrules.compat import flax_linen_spmd as our_linen
-from tests.support.contexts import legacy
+from tests.support.contexts import legacy, nothing
 
 flax_meta = pytest.importorskip("flax.core.meta", reason="flax is not installed")
 flax_spmd = pytest.importorskip("flax.core.spmd")
@@ -470,10 +470,6 @@ def placements():
     yield jax.set_mesh, jnp.asarray(VALUE), ("fsdp", "tp"), None, TypeError, NAMED
     for empty in (None, (), P(), []):
         yield nothing, "anything", empty, None, "anything", "anything"
-
-
-def nothing(mesh):
-    return nullcontext()
 
 
 @newer_flax

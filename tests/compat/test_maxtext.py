@@ -61,11 +61,14 @@ def _entries(written: Any) -> tuple[Any, ...]:
 assert len(DUMPS) == 6
 
 
+def axes_of(spec, rank):
+    axes = [[] if e is None else [e] if isinstance(e, str) else list(e) for e in spec]
+    return [*axes, *[[]] * (rank - len(axes))]
+
+
 def without_ones(entries, mesh, rank):
     """Per dimension the mesh axes of more than one device."""
-    axes = [() if one is None else (one,) if isinstance(one, str) else one for one in entries]
-    named = [tuple(axis for axis in each if mesh[axis] > 1) for each in axes]
-    return named + [()] * (rank - len(named))
+    return [[axis for axis in each if mesh[axis] > 1] for each in axes_of(entries, rank)]
 
 
 @pytest.mark.parametrize("path", DUMPS, ids=lambda path: path.name)
@@ -137,11 +140,6 @@ class TestItsRuleLists:
         assert bool(stale) == (name in ("inference/inference", "post_train/rl_mt_jt"))
         assert all((one.level, one.bytes) == ("info", 0) for one in stale)
         assert not any("did you mean" in one.message for one in stale)
-
-
-def axes_of(spec, rank):
-    axes = [[] if e is None else [e] if isinstance(e, str) else list(e) for e in spec]
-    return [*axes, *[[]] * (rank - len(axes))]
 
 
 def test_zero1_as_maxtext_itself_decided():

@@ -101,10 +101,6 @@ def logical_of(spec, optional):
     return sr.LogicalRules([("embed", spec[0])], optional_axes=optional)
 
 
-def on_live(tree):
-    return jax.tree.map(jax.numpy.asarray, tree)
-
-
 # What each door says of a spec, by rules that declare optional axes. Specs declare none.
 DOORS = {
     "named_shardings by rules": lambda spec, mesh, *axes: sr.named_shardings(TREE, rules_of(spec, *axes), mesh),
@@ -114,7 +110,7 @@ DOORS = {
     "plan by names": lambda spec, mesh, axes=(): sr.plan(TREE, logical_of(spec, axes), mesh, names=NAMES).shardings(),
     "shard": lambda spec, mesh, *axes: placed(sr.shard(TREE, rules_of(spec, *axes), mesh)),
     "shard by a plan": lambda spec, mesh, *axes: placed(sr.shard(TREE, sr.plan(TREE, rules_of(spec, *axes), mesh))),
-    "reshard": lambda spec, mesh, *axes: placed(sr.reshard(on_live(TREE), rules_of(spec, *axes), mesh)),
+    "reshard": lambda spec, mesh, *axes: placed(sr.reshard(jax.tree.map(jax.numpy.asarray, TREE), rules_of(spec, *axes), mesh)),
     "with_sharding_constraint": lambda spec, mesh, *axes: placed(sr.with_sharding_constraint(TREE, rules_of(spec, *axes), mesh)),
     "with_sharding_constraint in jit": lambda spec, mesh, *axes: placed(
         jax.jit(lambda tree: sr.with_sharding_constraint(tree, rules_of(spec, *axes), mesh))(TREE)

@@ -2,9 +2,8 @@
 
 import functools
 import itertools
-from collections import OrderedDict
+from collections import OrderedDict, namedtuple
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -172,29 +171,17 @@ jax.tree_util.register_pytree_with_keys(
 jax.tree_util.register_pytree_node(Unnamed, lambda layer: ([layer.rate], None), lambda _, children: Unnamed(*children))
 
 
-class State(NamedTuple):
-    count: int
-
-
-def train_state():
-    flax = pytest.importorskip("flax")
-    return flax.struct.dataclass(type("TrainState", (), {"__annotations__": {"step": int}}))(3)
-
-
-def variables():
-    nnx = pytest.importorskip("flax.nnx")
-    return nnx.State({"count": nnx.Variable(3)})
-
-
 DATA = {
     "number": lambda: 3,
     "dict": lambda: {"step": 3},
     "list": lambda: [3],
     "OrderedDict": lambda: OrderedDict(step=3),
     "FrozenDict": lambda: pytest.importorskip("flax.core").FrozenDict(step=3),
-    "namedtuple": lambda: State(3),
-    "dataclass of flax": train_state,
-    "State of nnx": variables,
+    "namedtuple": lambda: namedtuple("State", "count")(3),
+    "dataclass of flax": lambda: pytest.importorskip("flax").struct.dataclass(
+        type("TrainState", (), {"__annotations__": {"step": int}})
+    )(3),
+    "State of nnx": lambda: (nnx := pytest.importorskip("flax.nnx")).State({"count": nnx.Variable(3)}),
     "dict in a module": lambda: Layer({"step": 3}),
 }
 MODULES = {

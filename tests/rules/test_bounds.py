@@ -13,6 +13,7 @@ from tests.support.contexts import measures_memory
 from tests.support.corpus import manifest
 from tests.support.random_patterns import compiles, random_pattern, random_text
 from tests.support.slow import slow
+from tests.support.trees import paths_of
 from tests.support.work import counters
 
 STATE_BYTES = 2000  # more than any state of these patterns takes
@@ -143,16 +144,6 @@ def test_what_the_budget_makes_the_walk_forget_is_found_again(memory_budget, rng
         assert len(paths) > 60
         expected = {path: alone.first_match(path) for path in paths}
         assert found == {path: -1 if rule is None else rule for path, rule in expected.items()}
-
-
-def paths_of(tree, path=""):
-    if not isinstance(tree, dict):
-        return {path: tree}
-    return {
-        found: leaf
-        for key, child in tree.items()
-        for found, leaf in paths_of(child, f"{path}/{key}" if path else key).items()
-    }
 
 
 DEEP = """

@@ -4,10 +4,9 @@ import os
 import random
 import re
 import tomllib
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -41,10 +40,6 @@ def chosen(rules, path):
             return references.SEVERAL
         return getattr(payload, "rule", None)
     return first
-
-
-class Value(NamedTuple):
-    value: object
 
 
 LEAF = array(2)
@@ -294,7 +289,7 @@ class TestNnx:
             ({"value": LEAF}, [""]),
             ({"a": OrderedDict(value=LEAF)}, ["a"]),
             ({"a": defaultdict(dict, value=LEAF)}, ["a"]),
-            ({"a": Value(LEAF)}, ["a"]),
+            ({"a": namedtuple("Value", "value")(LEAF)}, ["a"]),
             ({"value": {"value": LEAF}}, ["value"]),
             ({"a": OrderedDict(value=LEAF, b=None)}, ["a/value"]),
             ({"a": [LEAF]}, ["a/0"]),

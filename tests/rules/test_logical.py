@@ -60,10 +60,6 @@ def test_errors_say_what_is_wrong(case, mesh):
         call(mesh)
 
 
-def test_a_tree_without_leaves():
-    assert sr.logical_to_mesh({}, RULES) == {}
-
-
 @pytest.mark.parametrize("types", [("Explicit", "Explicit"), ("Explicit", "Auto"), "legacy"])
 def test_constraints_in_every_context(types):
     devices = np.array(jax.devices()[:8]).reshape(4, 2)

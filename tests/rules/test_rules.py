@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
-import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -193,10 +192,6 @@ def test_all_matches_learns_like_first_match():
 
 PREFIX = sr.Correction(indivisible="prefix")
 PARTS = {"tp": ("kv", "rep")}
-
-
-def array(*shape):
-    return jax.ShapeDtypeStruct(shape, "bfloat16")
 
 
 @pytest.mark.parametrize(

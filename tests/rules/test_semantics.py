@@ -17,6 +17,7 @@ import shardrules as sr
 from tests.support import corpus
 from tests.support.random_trees import RULES, SPECS, trees
 from tests.support.slow import slow
+from tests.support.trees import paths_of
 
 TREE = {"w": np.zeros((4, 8)), "b": np.zeros(8), "step": np.array(3), "lr": 0.1}
 THREE = [("w", P("tp", None)), ("b", P("tp", "dp")), ("step|lr", P("dp"))]
@@ -174,20 +175,10 @@ def test_every_rule_set_on_every_manifest(eformer, model, rule_set):
     expected = matched(eformer.match_partition_rules, rules, nested)
     assert matched(sr.match_partition_rules, rules, nested) == expected
     if corpus.manifest(model).separator == "/":  # the paths of both trees are the same
-        expected = expected and flattened(expected)
+        expected = expected and paths_of(expected)
     else:
         expected = matched(eformer.match_partition_rules, rules, flat)
     assert matched(sr.match_partition_rules, rules, flat) == expected
-
-
-def flattened(tree, prefix=""):
-    flat = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= flattened(value, f"{prefix}{key}/")
-        else:
-            flat[prefix + key] = value
-    return flat
 
 
 def outcome(match, rules, tree, **options):
