@@ -13,7 +13,7 @@ from shardrules._base import lazy
 _get, _NAMES = lazy(__name__, __file__)
 _SUBMODULES = ("compat", "dialects", "types")
 __all__ = [name for name in _NAMES if name not in _SUBMODULES]
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 
 def __getattr__(name: str) -> object:
