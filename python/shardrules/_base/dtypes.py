@@ -87,7 +87,7 @@ def is_inexact(dtype: object) -> bool:
     return name in BITS and name.startswith(("float", "bfloat", "complex"))
 
 
-def given_dtype(name: str, dtype: Any) -> Any:
+def as_dtype(name: str, dtype: Any) -> Any:
     """Return a dtype that a user gives as the parameter `name`, in a form that numpy and JAX know.
 
     Classes such as np.float32 and jnp.bfloat16 stand for dtypes as well.
@@ -103,23 +103,23 @@ def given_dtype(name: str, dtype: Any) -> Any:
     return numpy_name(converted) if isinstance(converted, str) else converted
 
 
-def given_bits(name: str, dtype: Any) -> int:
+def as_bits(name: str, dtype: Any) -> int:
     """Return the number of bits of one element of such a dtype."""
-    return bits_of(given_dtype(name, dtype))
+    return bits_of(as_dtype(name, dtype))
 
 
-def given_name(name: str, dtype: Any) -> str:
+def as_dtype_name(name: str, dtype: Any) -> str:
     """Return the name in numpy or ml_dtypes of such a dtype."""
-    converted = given_dtype(name, dtype)
+    converted = as_dtype(name, dtype)
     try:
         return numpy_name(str(getattr(converted, "name", converted)))
     except ValueError as error:
         raise ValueError(f"{name} is {shown(dtype)}, which is no dtype: {error}") from None
 
 
-def given_float(name: str, dtype: Any) -> str:
+def as_float_name(name: str, dtype: Any) -> str:
     """Return the name of a dtype that all floating arrays are to have."""
-    float_name = given_name(name, dtype)
+    float_name = as_dtype_name(name, dtype)
     if not converts("float32", float_name):
         raise ValueError(
             f"{name} is {shown(dtype)}, and must be a float, such as 'bfloat16': most weights are "

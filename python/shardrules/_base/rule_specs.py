@@ -245,7 +245,7 @@ class Fsdp:
         within: Entries,
         units: Sequence[int] = (),
         closed: frozenset[int] = frozenset(),
-    ) -> Chosen:
+    ) -> ShapedSpec:
         """Return the spec of an array of this shape.
 
         Args:
@@ -279,10 +279,10 @@ class Fsdp:
         entries[dim] = entry_of(self.axes)
         cut = " * ".join(f"{axis}={size}" for axis, size in sizes.items())
         why = f" that {cut} divides" if is_divided else f"; {cut} divides none"
-        return Chosen(Entries(entries), f"{self!r}: dim {dim} is the largest{why}")
+        return ShapedSpec(Entries(entries), f"{self!r}: dim {dim} is the largest{why}")
 
-    def _left_alone(self, within: Entries, why: str) -> Chosen:
-        return Chosen(within, f"{self!r} leaves it alone: {why}")
+    def _left_alone(self, within: Entries, why: str) -> ShapedSpec:
+        return ShapedSpec(within, f"{self!r} leaves it alone: {why}")
 
 
 def largest_dim(
@@ -298,7 +298,7 @@ def largest_dim(
     return by_size[0], False
 
 
-class Chosen(NamedTuple):
+class ShapedSpec(NamedTuple):
     """The spec of an array, made from its shape."""
 
     spec: Entries

@@ -1,4 +1,4 @@
-"""PartitionSpecs and their entries, and `fsdp`, a spec that is made from the array's shape."""
+"""PartitionSpecs and their entries: how they are read, made, changed, compared and written."""
 
 from __future__ import annotations
 
@@ -138,10 +138,10 @@ def entry_of(axes: tuple[str, ...]) -> Any:
 
 def trimmed(entries: Iterable[Any]) -> list[Any]:
     """Return entries without the last ones that are None."""
-    trimmed = list(entries)
-    while trimmed and trimmed[-1] is None:
-        trimmed.pop()
-    return trimmed
+    kept = list(entries)
+    while kept and kept[-1] is None:
+        kept.pop()
+    return kept
 
 
 def entries_of_cuts(cuts: Iterable[tuple[str, ...]]) -> Entries:

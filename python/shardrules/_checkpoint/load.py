@@ -19,10 +19,10 @@ from shardrules._base.arguments import boolean, byte_size, check_type
 from shardrules._base.dtypes import (
     BITS,
     RANDOM_KEYS,
+    as_dtype_name,
+    as_float_name,
     bits_of,
     converts,
-    given_float,
-    given_name,
     is_plain_float,
     key_dtype,
 )
@@ -139,7 +139,7 @@ def load(
     # What is made here has no cycles, and is much to visit.
     with JointCall("load") as call, collector_paused():
         followed = checked_renames(renames)
-        wanted_dtype = None if dtype is None else given_float("dtype", dtype)
+        wanted_dtype = None if dtype is None else as_float_name("dtype", dtype)
         most = byte_size("max_bytes_in_flight", max_bytes_in_flight)
         selection = _Selection(strict, only, missing)
         if isinstance(rules, Plan):
@@ -423,7 +423,7 @@ def shapes_and_dtypes(tree: Any, paths: list[str]) -> list[_ShapeAndDtype]:
     return [
         (
             tuple(np.shape(leaf)),
-            given_name(
+            as_dtype_name(
                 f"tree: the dtype of {path}", getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
             ),
         )

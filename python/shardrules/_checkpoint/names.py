@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from shardrules._base.arguments import as_tuple, boolean, check_items, check_type, integer
-from shardrules._base.dtypes import given_name
+from shardrules._base.dtypes import as_dtype_name
 from shardrules._base.text import SLIP, nearest, without_defaults
 from shardrules._checkpoint.layouts import Arrangement, arrangement
 
@@ -90,7 +90,7 @@ class Rename:
         if boolean("shared", self.shared) and self.path is None:
             raise ValueError("shared is for records that make an array: give a path, too")
         if self.dtype is not None:
-            object.__setattr__(self, "dtype", given_name("dtype", self.dtype))
+            object.__setattr__(self, "dtype", as_dtype_name("dtype", self.dtype))
         check_type("sizes", self.sizes, Mapping, "a dict such as {'head_dim': 128}")
         check_type("resize", self.resize, Mapping, "a dict such as {'vocab': 128256}")
         for keyword, values in (("sizes", self.sizes), ("resize", self.resize)):

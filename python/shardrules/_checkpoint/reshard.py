@@ -15,7 +15,7 @@ from jax import tree_util
 from jax.sharding import NamedSharding
 
 from shardrules._base.arguments import boolean, byte_size
-from shardrules._base.dtypes import bits_of, given_float
+from shardrules._base.dtypes import as_float_name, bits_of
 from shardrules._base.mistakes import in_order
 from shardrules._checkpoint.conversion import cast, check_kept, made, numpy_dtype
 from shardrules._checkpoint.load import checked_sharding, matched, shapes_and_dtypes, weights_in
@@ -104,7 +104,7 @@ def reshard(
     with JointCall("reshard") as call:
         followed = checked_renames(renames)
         gives_up = boolean("donate", donate)
-        name = None if dtype is None else given_float("dtype", dtype)
+        name = None if dtype is None else as_float_name("dtype", dtype)
         most = byte_size("max_bytes_in_flight", max_bytes_in_flight)
         if call.joint and stays_within(tree, only_process(rules, mesh)):
             call.alone()

@@ -16,7 +16,7 @@ import numpy as np
 from jax import tree_util
 
 from shardrules._base.arguments import byte_size, check_type
-from shardrules._base.dtypes import RANDOM_KEYS, SAFETENSORS, bits_of, given_name, key_dtype
+from shardrules._base.dtypes import RANDOM_KEYS, SAFETENSORS, as_dtype_name, bits_of, key_dtype
 from shardrules._base.io import FileError, path_of, sync_directory
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import with_article
@@ -199,7 +199,7 @@ def _entries(tree: Any, renames: Sequence[Rename]) -> list[_Entry]:
         is_found = any(record.values(path) is not None for record in records)
         name = path if not renames or is_found or name in live else name
         live[name] = leaf
-        dtype = given_name(f"tree: the dtype of {path}", leaf.dtype)
+        dtype = as_dtype_name(f"tree: the dtype of {path}", leaf.dtype)
         specs[name] = ArraySpec(tuple(leaf.shape), dtype)
     problems = Problems("the tree")
     targets = targets_of(specs, records, problems)

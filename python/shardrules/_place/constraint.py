@@ -52,6 +52,211 @@ from shardrules._rules.rules import Rules
 Function = Callable[[Any, Any], Any]
 
 
+def with_sharding_constraint(
+    tree: Tree,
+    rules: RulesLike,
+    mesh: MeshLike | None = None,
+    *,
+    correction: Correction | None = None,
+) -> Tree:
+    """Constrain the arrays of a tree to shardings that fit their shapes and the mesh.
+
+    Semantics of `jax.lax.with_sharding_constraint`, with the correction of
+    `eformer.escale.with_sharding_constraint`.
+
+    Inside jit, axes of type Auto become a sharding constraint, and Explicit axes a
+    `jax.sharding.reshard`. Manual axes (inside shard_map) are left out; a dimension that only they
+    cut is unconstrained. Outside jit, one batched call places all arrays, also numpy arrays. It
+    returns copies, as JAX does, so donating a result leaves the input alone. Several processes
+    agree first, as in `shard`.
+
+    With rules and specs an array stays in its memory kind. A NamedSharding has its own memory kind.
+    Inside jit, the devices' default kind leaves the array in its kind, as in JAX, and "pinned_host"
+    moves the array there.
+
+    Args:
+        tree: Any pytree. Leaves without a shape, such as Python numbers, stay unchanged.
+        rules: `Rules` or (pattern, spec) pairs; `LogicalRules`; a `Plan`, whose leaves are
+            found by their paths; a PartitionSpec or NamedSharding for all leaves; or a tree of
+            these, which may be a prefix of `tree`. None leaves a leaf unchanged.
+        mesh: The mesh for rules and PartitionSpecs. Default: the context's; a Plan's own.
+        correction: For specs: the policies for those that do not fit, as in `named_shardings`.
+
+    Returns:
+        A tree of the same structure.
+
+    Raises:
+        ValueError: As `named_shardings`, before any array is changed; or JAX does not have the
+            memory kind inside jit.
+        TypeError: A spec is something else.
+        RuntimeError: Outside jit, as `shard`.
+
+    Example:
+        >>> import jax
+        >>> from jax.sharding import Mesh, PartitionSpec as P
+        >>> mesh = Mesh(jax.devices()[:1], ("dp",))
+        >>> step = jax.jit(
+        ...     lambda x: with_sharding_constraint(2 * x, P("dp"), mesh)
+        ... )
+        >>> step(jax.numpy.ones((4, 4))).sharding.mesh.axis_names
+        ('dp',)
+    """
+    # JAX records each frame above its own for the equation that it makes, a microsecond each: what
+    # is known has none between the caller and JAX but this one.
+    entry, leaves, key = _known(tree, rules, mesh, correction)
+    if entry is None:
+        return _with_sharding_constraint(tree, rules, mesh, correction, key)  # type: ignore[no-any-return]
+    if entry.call is not None:
+        function, sharding = entry.call
+        return function(tree, sharding)  # type: ignore[no-any-return]
+    result = applied(leaves[: entry.treedef.num_leaves], entry.operations)
+    return entry.treedef.unflatten(result)  # type: ignore[no-any-return]
+
+
+@in_order("tree", "rules", "mesh")
+def _with_sharding_constraint(
+    tree: Any,
+    rules: RulesLike,
+    mesh: MeshLike | None,
+    correction: Correction | None,
+    key: Hashable,
+) -> Any:
+    """Decide the shardings, and remember the operations inside jit."""
+    if is_tracing([]):
+        leaves, treedef, shardings = requested_shardings(tree, rules, mesh, correction=correction)
+        operations = operations_for(leaves, shardings)
+        result = treedef.unflatten(applied(leaves, operations))
+        if key is not None and leaves and not _has_symbols(leaves):
+            entry = _Known(treedef, operations, one_call(leaves, operations), rules)
+            _memory.put(key, entry)
+        return result
+    with JointCall("with_sharding_constraint") as call:
+        if call.joint and stays_within(tree, only_process(rules, mesh)):
+            call.alone()
+        leaves, treedef, shardings = requested_shardings(tree, rules, mesh, correction=correction)
+        call.agree(lambda: rows_of(tree, shardings))
+    if is_tracing(leaves):
+        return treedef.unflatten(applied(leaves, operations_for(leaves, shardings)))
+    return treedef.unflatten(_put(tree, leaves, shardings))
+
+
+def _put(tree: Any, leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Any]:
+    placed = list(leaves)
+    at_once: dict[int, NamedSharding] = {}
+    says_all = {
+        id(each): has_devices(each.mesh) and not any(map(is_unconstrained, entries_of(each.spec)))
+        for each in distinct(shardings)
+        if each is not None
+    }
+    for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+        if sharding is None or not hasattr(leaf, "shape"):
+            continue
+        if says_all[id(sharding)]:
+            at_once[index] = sharding
+            continue
+        if not has_devices(sharding.mesh) and not isinstance(leaf, jax.Array):
+            check_placeable(sharding, str)
+        array = jax.lax.with_sharding_constraint(leaf, sharding)
+        placed[index] = moved_inside_jit(array, sharding)
+    # JAX shares the memory of large numpy arrays on CPUs, also where it may not.
+    inputs = [x.copy() if isinstance(x := leaves[i], np.ndarray) else x for i in at_once]
+    try:
+        arrays = put(inputs, list(at_once.values()), may_alias=False)
+    except NotImplementedError:  # bare, of unreduced axes that an array does not have already
+        for index, sharding in at_once.items():
+            check_placeable(sharding, partial(leaf_path, tree, index))
+        raise
+    for index, array in zip(at_once, arrays, strict=True):
+        placed[index] = array
+    return placed
+
+
+_MOST_LEAVES: Final = 2**16
+_MOST_ENTRIES: Final = 256  # each keeps its rules, some 100 kB
+_DECIDERS: Final = (Rules, LogicalRules, Decider)
+_ONE_FOR_ALL: Final = frozenset({PartitionSpec, NamedSharding})
+_VALUES: Final = _ONE_FOR_ALL.union(
+    {str, re.Pattern, RuleSpec, Fsdp, type(PartitionSpec.UNCONSTRAINED)}
+)
+"""Types of what specs and rules are made of; equal values say the same."""
+_trace_state_clean: Final = trace_state_check()
+
+
+class _Known(NamedTuple):
+    treedef: Any
+    operations: list[Operation]
+    call: tuple[Function, NamedSharding] | None
+    """The one call for the whole tree, where that is all."""
+    decider: Any
+    """Kept alive, so that no other object gets its id."""
+
+
+def is_tracing(leaves: list[Any]) -> bool:
+    """Return whether the caller, or one of the leaves, is inside jit or another transformation."""
+    kinds = set(map(type, leaves))
+    return not _trace_state_clean() or any(issubclass(kind, Tracer) for kind in kinds)
+
+
+class _KeyOf(dict[type, Callable[[Any], Hashable]]):
+    """Functions, by the type of a leaf, to all that its operations depend on."""
+
+    def __missing__(self, kind: type) -> Callable[[Any], Hashable]:
+        if issubclass(kind, Tracer):
+            self[kind] = attrgetter("aval.shape", "aval.dtype")
+        elif issubclass(kind, _DECIDERS):
+            self[kind] = id
+        elif kind in _VALUES:
+            self[kind] = lambda value: value
+        else:
+            raise TypeError  # something wrong; or an array outside jit, whose memory matters
+        return self[kind]
+
+
+_KEY_OF: Final = _KeyOf()
+
+
+def _has_symbols(leaves: list[Any]) -> bool:
+    """Return whether a dimension is symbolic: only its scope knows what divides it."""
+    return any(type(size) is not int for leaf in leaves for size in getattr(leaf, "shape", ()))
+
+
+class _Memory:
+    """Memo of operations by the arguments; all are forgotten when they or their leaves are many."""
+
+    def __init__(self) -> None:
+        self.known: dict[Hashable, _Known] = {}
+        self._leaves = 0
+
+    def put(self, key: Hashable, entry: _Known) -> None:
+        if self._leaves > _MOST_LEAVES or len(self.known) >= _MOST_ENTRIES:
+            self.known.clear()
+            self._leaves = 0
+        self.known[key] = entry
+        self._leaves += 1 + entry.treedef.num_leaves
+
+
+_memory: Final = _Memory()
+
+
+def _known(
+    tree: Any, rules: RulesLike, mesh: MeshLike | None, correction: Correction | None
+) -> tuple[_Known | None, list[Any], Hashable]:
+    """Return (what is known inside jit, the leaves, its key); the key is None for what has none."""
+    try:
+        if isinstance(tree, Tracer) and type(rules) in _ONE_FOR_ALL:
+            aval: Any = tree.aval
+            leaves, content = [tree], (aval.shape, aval.dtype, rules)
+        else:
+            if hasattr(rules, "__next__"):  # pairs from an iterator are not there again
+                raise TypeError
+            leaves, structure = tree_flatten((tree, rules))
+            content = structure, *[_KEY_OF[type(leaf)](leaf) for leaf in leaves]
+        key = content, mesh, correction, contexts()
+        return _memory.known.get(key), leaves, key
+    except (AttributeError, TypeError, ValueError):  # something wrong, or not to remember
+        return None, [], None
+
+
 class Operation(NamedTuple):
     """Call for some leaves of a tree."""
 
@@ -161,208 +366,3 @@ def _by_axis_type(
         return NamedSharding(view, without_axes(local, types[excluded])) if types[kind] else None
 
     return only("Explicit", "Auto"), only("Auto", "Explicit")
-
-
-_MOST_LEAVES: Final = 2**16
-_MOST_ENTRIES: Final = 256  # each keeps its rules, some 100 kB
-_DECIDERS: Final = (Rules, LogicalRules, Decider)
-_ONE_FOR_ALL: Final = frozenset({PartitionSpec, NamedSharding})
-_VALUES: Final = _ONE_FOR_ALL.union(
-    {str, re.Pattern, RuleSpec, Fsdp, type(PartitionSpec.UNCONSTRAINED)}
-)
-"""Types of what specs and rules are made of; equal values say the same."""
-_trace_state_clean: Final = trace_state_check()
-
-
-class _Known(NamedTuple):
-    treedef: Any
-    operations: list[Operation]
-    call: tuple[Function, NamedSharding] | None
-    """The one call for the whole tree, where that is all."""
-    decider: Any
-    """Kept alive, so that no other object gets its id."""
-
-
-def is_tracing(leaves: list[Any]) -> bool:
-    """Return whether the caller, or one of the leaves, is inside jit or another transformation."""
-    kinds = set(map(type, leaves))
-    return not _trace_state_clean() or any(issubclass(kind, Tracer) for kind in kinds)
-
-
-class _KeyOf(dict[type, Callable[[Any], Hashable]]):
-    """Functions, by the type of a leaf, to all that its operations depend on."""
-
-    def __missing__(self, kind: type) -> Callable[[Any], Hashable]:
-        if issubclass(kind, Tracer):
-            self[kind] = attrgetter("aval.shape", "aval.dtype")
-        elif issubclass(kind, _DECIDERS):
-            self[kind] = id
-        elif kind in _VALUES:
-            self[kind] = lambda value: value
-        else:
-            raise TypeError  # something wrong; or an array outside jit, whose memory matters
-        return self[kind]
-
-
-_KEY_OF: Final = _KeyOf()
-
-
-def _has_symbols(leaves: list[Any]) -> bool:
-    """Return whether a dimension is symbolic: only its scope knows what divides it."""
-    return any(type(size) is not int for leaf in leaves for size in getattr(leaf, "shape", ()))
-
-
-class _Memory:
-    """Memo of operations by the arguments; all are forgotten when they or their leaves are many."""
-
-    def __init__(self) -> None:
-        self.known: dict[Hashable, _Known] = {}
-        self._leaves = 0
-
-    def put(self, key: Hashable, entry: _Known) -> None:
-        if self._leaves > _MOST_LEAVES or len(self.known) >= _MOST_ENTRIES:
-            self.known.clear()
-            self._leaves = 0
-        self.known[key] = entry
-        self._leaves += 1 + entry.treedef.num_leaves
-
-
-_memory: Final = _Memory()
-
-
-def with_sharding_constraint(
-    tree: Tree,
-    rules: RulesLike,
-    mesh: MeshLike | None = None,
-    *,
-    correction: Correction | None = None,
-) -> Tree:
-    """Constrain the arrays of a tree to shardings that fit their shapes and the mesh.
-
-    Semantics of `jax.lax.with_sharding_constraint`, with the correction of
-    `eformer.escale.with_sharding_constraint`.
-
-    Inside jit, axes of type Auto become a sharding constraint, and Explicit axes a
-    `jax.sharding.reshard`. Manual axes (inside shard_map) are left out; a dimension that only they
-    cut is unconstrained. Outside jit, one batched call places all arrays, also numpy arrays. It
-    returns copies, as JAX does, so donating a result leaves the input alone. Several processes
-    agree first, as in `shard`.
-
-    With rules and specs an array stays in its memory kind. A NamedSharding has its own memory kind.
-    Inside jit, the devices' default kind leaves the array in its kind, as in JAX, and "pinned_host"
-    moves the array there.
-
-    Args:
-        tree: Any pytree. Leaves without a shape, such as Python numbers, stay unchanged.
-        rules: `Rules` or (pattern, spec) pairs; `LogicalRules`; a `Plan`, whose leaves are
-            found by their paths; a PartitionSpec or NamedSharding for all leaves; or a tree of
-            these, which may be a prefix of `tree`. None leaves a leaf unchanged.
-        mesh: The mesh for rules and PartitionSpecs. Default: the context's; a Plan's own.
-        correction: For specs: the policies for those that do not fit, as in `named_shardings`.
-
-    Returns:
-        A tree of the same structure.
-
-    Raises:
-        ValueError: As `named_shardings`, before any array is changed; or JAX does not have the
-            memory kind inside jit.
-        TypeError: A spec is something else.
-        RuntimeError: Outside jit, as `shard`.
-
-    Example:
-        >>> import jax
-        >>> from jax.sharding import Mesh, PartitionSpec as P
-        >>> mesh = Mesh(jax.devices()[:1], ("dp",))
-        >>> step = jax.jit(
-        ...     lambda x: with_sharding_constraint(2 * x, P("dp"), mesh)
-        ... )
-        >>> step(jax.numpy.ones((4, 4))).sharding.mesh.axis_names
-        ('dp',)
-    """
-    # JAX records each frame above its own for the equation that it makes, a microsecond each: what
-    # is known has none between the caller and JAX but this one.
-    entry, leaves, key = _known(tree, rules, mesh, correction)
-    if entry is None:
-        return _with_sharding_constraint(tree, rules, mesh, correction, key)  # type: ignore[no-any-return]
-    if entry.call is not None:
-        function, sharding = entry.call
-        return function(tree, sharding)  # type: ignore[no-any-return]
-    result = applied(leaves[: entry.treedef.num_leaves], entry.operations)
-    return entry.treedef.unflatten(result)  # type: ignore[no-any-return]
-
-
-@in_order("tree", "rules", "mesh")
-def _with_sharding_constraint(
-    tree: Any,
-    rules: RulesLike,
-    mesh: MeshLike | None,
-    correction: Correction | None,
-    key: Hashable,
-) -> Any:
-    """Decide the shardings, and remember the operations inside jit."""
-    if is_tracing([]):
-        leaves, treedef, shardings = requested_shardings(tree, rules, mesh, correction=correction)
-        operations = operations_for(leaves, shardings)
-        result = treedef.unflatten(applied(leaves, operations))
-        if key is not None and leaves and not _has_symbols(leaves):
-            entry = _Known(treedef, operations, one_call(leaves, operations), rules)
-            _memory.put(key, entry)
-        return result
-    with JointCall("with_sharding_constraint") as call:
-        if call.joint and stays_within(tree, only_process(rules, mesh)):
-            call.alone()
-        leaves, treedef, shardings = requested_shardings(tree, rules, mesh, correction=correction)
-        call.agree(lambda: rows_of(tree, shardings))
-    if is_tracing(leaves):
-        return treedef.unflatten(applied(leaves, operations_for(leaves, shardings)))
-    return treedef.unflatten(_put(tree, leaves, shardings))
-
-
-def _known(
-    tree: Any, rules: RulesLike, mesh: MeshLike | None, correction: Correction | None
-) -> tuple[_Known | None, list[Any], Hashable]:
-    """Return (what is known inside jit, the leaves, its key); the key is None for what has none."""
-    try:
-        if isinstance(tree, Tracer) and type(rules) in _ONE_FOR_ALL:
-            aval: Any = tree.aval
-            leaves, content = [tree], (aval.shape, aval.dtype, rules)
-        else:
-            if hasattr(rules, "__next__"):  # pairs from an iterator are not there again
-                raise TypeError
-            leaves, structure = tree_flatten((tree, rules))
-            content = structure, *[_KEY_OF[type(leaf)](leaf) for leaf in leaves]
-        key = content, mesh, correction, contexts()
-        return _memory.known.get(key), leaves, key
-    except (AttributeError, TypeError, ValueError):  # something wrong, or not to remember
-        return None, [], None
-
-
-def _put(tree: Any, leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Any]:
-    placed = list(leaves)
-    at_once: dict[int, NamedSharding] = {}
-    says_all = {
-        id(each): has_devices(each.mesh) and not any(map(is_unconstrained, entries_of(each.spec)))
-        for each in distinct(shardings)
-        if each is not None
-    }
-    for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        if sharding is None or not hasattr(leaf, "shape"):
-            continue
-        if says_all[id(sharding)]:
-            at_once[index] = sharding
-            continue
-        if not has_devices(sharding.mesh) and not isinstance(leaf, jax.Array):
-            check_placeable(sharding, str)
-        array = jax.lax.with_sharding_constraint(leaf, sharding)
-        placed[index] = moved_inside_jit(array, sharding)
-    # JAX shares the memory of large numpy arrays on CPUs, also where it may not.
-    inputs = [x.copy() if isinstance(x := leaves[i], np.ndarray) else x for i in at_once]
-    try:
-        arrays = put(inputs, list(at_once.values()), may_alias=False)
-    except NotImplementedError:  # bare, of unreduced axes that an array does not have already
-        for index, sharding in at_once.items():
-            check_placeable(sharding, partial(leaf_path, tree, index))
-        raise
-    for index, array in zip(at_once, arrays, strict=True):
-        placed[index] = array
-    return placed

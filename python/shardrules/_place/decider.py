@@ -1,6 +1,7 @@
 """Deciders: rules of paths, rules of names, specs and plans, behind one interface.
 
-Every function that takes `rules` asks `as_decider` for one.
+Every function that takes `rules` asks `as_decider` for one. What it does with logical axis names is
+here too.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from shardrules._core import resolve_all
 from shardrules._place.boxes import unboxed_with_names
 from shardrules._place.mesh import AnyMesh, MeshLike, local_view, resolve_mesh
 from shardrules._place.shardings import (
-    Decided,
     LeafError,
-    decided_by_rules,
+    Shardings,
     leaf_errors,
     local_sizes,
     manual_axes,
     sharding_or_reasons,
+    shardings_by_rules,
 )
 from shardrules._place.spec_trees import (
-    decided_by_specs,
     is_named_sharding,
     is_spec,
     is_spec_of_mesh,
     leaf_paths,
     names_beside,
     rows_and_paths,
+    shardings_by_specs,
 )
 from shardrules._rules.dialects import EFORMER
 from shardrules._rules.logical_rules import LogicalRules, resolver_of
@@ -42,62 +43,6 @@ from shardrules._rules.rules import PathRules, Rules, as_rules, matcher_of, wher
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
-
-
-def shardings_by_names(
-    tree: Any, rules: LogicalRules, mesh: AnyMesh, names: Any
-) -> tuple[Any, list[NamedSharding]]:
-    """Return (the tree of NamedShardings, the sharding of each array in JAX's order)."""
-    from jax import tree_util
-
-    boxes = unboxed_with_names(tree) if names is None else None
-    if boxes is None:
-        opened, (of_rows, paths) = tree, rows_and_paths(tree)
-        by_rows = names_beside(of_rows, paths, names)
-        named = [by_rows[row] for row in tree_util.tree_leaves(of_rows)]
-    else:
-        opened, named = boxes.tree, boxes.names_of_arrays()
-    arrays: list[Any]
-    treedef: Any
-    arrays, treedef = tree_util.tree_flatten(opened)
-    if not arrays:
-        check_arrays("tree", tree)
-    resolver = resolver_of(rules, local_sizes(mesh.shape, manual_axes(mesh)))
-    optional_axes = frozenset(rules.optional_axes)
-    failed: dict[Any, list[str]] = {}
-    objects: dict[NamedSharding, NamedSharding] = {}
-
-    def sharding(names: Any, shape: tuple[int, ...]) -> NamedSharding | None:
-        try:
-            resolution = resolver.resolve(names, shape)
-        except ValueError as error:  # a name stands twice
-            failed[names, shape] = [str(error)]
-            return None
-        spec = resolver.without_ones(resolution.spec(names), mesh.shape)
-        result = sharding_or_reasons(
-            spec, shape, mesh, rules.correction, optional_axes=optional_axes
-        )
-        if isinstance(result, list):
-            failed[names, shape] = result + resolution.explained()
-            return None
-        return objects.setdefault(result, result)
-
-    # Something that can be hashed.
-    entries = [
-        () if item is None else tuple(item) if isinstance(item, list) else item for item in named
-    ]
-    shapes = [tuple(getattr(array, "shape", ())) for array in arrays]
-    shardings = resolve_all(entries, shapes, {}, sharding)
-    if failed:
-        leaves = zip(leaf_paths(opened), entries, shapes, strict=True)
-        rows = [
-            LeafError(path, shape, f"names {logical_names(names)}", failed[names, shape])
-            for path, names, shape in leaves
-            if (names, shape) in failed
-        ]
-        raise ValueError(leaf_errors(rows, mesh.shape, said_by="logical rules"))
-    answers = treedef.unflatten(shardings)
-    return answers if boxes is None else boxes.boxed(answers), shardings
 
 
 RulesLike: TypeAlias = "PathRules | LogicalRules | Decider | Any"
@@ -113,7 +58,7 @@ class Decider(ABC):
     """Object that decides the sharding of each leaf of a tree on a mesh."""
 
     @abstractmethod
-    def _decided(self, tree: Any, mesh: MeshLike | None) -> Decided:
+    def _shardings(self, tree: Any, mesh: MeshLike | None) -> Shardings:
         """Return the shardings of the leaves.
 
         Raises:
@@ -131,8 +76,8 @@ class ByPaths(Decider):
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
 
-    def _decided(self, tree: Any, mesh: MeshLike | None) -> Decided:
-        return decided_by_rules(tree, matcher_of(self.rules), local_view(resolve_mesh(mesh)))
+    def _shardings(self, tree: Any, mesh: MeshLike | None) -> Shardings:
+        return shardings_by_rules(tree, matcher_of(self.rules), local_view(resolve_mesh(mesh)))
 
 
 class ByNames(Decider):
@@ -142,10 +87,10 @@ class ByNames(Decider):
         self.rules = rules
         self.names = names
 
-    def _decided(self, tree: Any, mesh: MeshLike | None) -> Decided:
+    def _shardings(self, tree: Any, mesh: MeshLike | None) -> Shardings:
         on_mesh = local_view(resolve_mesh(mesh))
         decided, shardings = shardings_by_names(tree, self.rules, on_mesh, self.names)
-        return Decided(lambda: decided, lambda: [(sharding, False) for sharding in shardings])
+        return Shardings(lambda: decided, lambda: [(sharding, False) for sharding in shardings])
 
 
 class BySpecs(Decider):
@@ -156,8 +101,8 @@ class BySpecs(Decider):
         self.specs = specs
         self.correction = correction or EFORMER.correction
 
-    def _decided(self, tree: Any, mesh: MeshLike | None) -> Decided:
-        return decided_by_specs(self.parameter, tree, self.specs, mesh, self.correction)
+    def _shardings(self, tree: Any, mesh: MeshLike | None) -> Shardings:
+        return shardings_by_specs(self.parameter, tree, self.specs, mesh, self.correction)
 
     def _meshes(self, mesh: MeshLike | None) -> set[AnyMesh]:
         from jax import tree_util
@@ -246,3 +191,59 @@ def check_decided(name: str, specs: Any, instead: str) -> None:
     is_pairs = isinstance(specs, _SEQUENCES) and bool(specs) and _begins_with_a_pair(specs)
     if is_pairs or isinstance(specs, Rules | LogicalRules | Decider):
         raise TypeError(f"{name} is {shown(specs)}, and must be decided already: give {instead}")
+
+
+def shardings_by_names(
+    tree: Any, rules: LogicalRules, mesh: AnyMesh, names: Any
+) -> tuple[Any, list[NamedSharding]]:
+    """Return (the tree of NamedShardings, the sharding of each array in JAX's order)."""
+    from jax import tree_util
+
+    boxes = unboxed_with_names(tree) if names is None else None
+    if boxes is None:
+        opened, (of_rows, paths) = tree, rows_and_paths(tree)
+        by_rows = names_beside(of_rows, paths, names)
+        named = [by_rows[row] for row in tree_util.tree_leaves(of_rows)]
+    else:
+        opened, named = boxes.tree, boxes.names_of_arrays()
+    arrays: list[Any]
+    treedef: Any
+    arrays, treedef = tree_util.tree_flatten(opened)
+    if not arrays:
+        check_arrays("tree", tree)
+    resolver = resolver_of(rules, local_sizes(mesh.shape, manual_axes(mesh)))
+    optional_axes = frozenset(rules.optional_axes)
+    failed: dict[Any, list[str]] = {}
+    objects: dict[NamedSharding, NamedSharding] = {}
+
+    def sharding(names: Any, shape: tuple[int, ...]) -> NamedSharding | None:
+        try:
+            resolution = resolver.resolve(names, shape)
+        except ValueError as error:  # a name stands twice
+            failed[names, shape] = [str(error)]
+            return None
+        spec = resolver.without_ones(resolution.spec(names), mesh.shape)
+        result = sharding_or_reasons(
+            spec, shape, mesh, rules.correction, optional_axes=optional_axes
+        )
+        if isinstance(result, list):
+            failed[names, shape] = result + resolution.explained()
+            return None
+        return objects.setdefault(result, result)
+
+    # Something that can be hashed.
+    entries = [
+        () if item is None else tuple(item) if isinstance(item, list) else item for item in named
+    ]
+    shapes = [tuple(getattr(array, "shape", ())) for array in arrays]
+    shardings = resolve_all(entries, shapes, {}, sharding)
+    if failed:
+        leaves = zip(leaf_paths(opened), entries, shapes, strict=True)
+        rows = [
+            LeafError(path, shape, f"names {logical_names(names)}", failed[names, shape])
+            for path, names, shape in leaves
+            if (names, shape) in failed
+        ]
+        raise ValueError(leaf_errors(rows, mesh.shape, said_by="logical rules"))
+    answers = treedef.unflatten(shardings)
+    return answers if boxes is None else boxes.boxed(answers), shardings

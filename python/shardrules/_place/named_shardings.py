@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules._base.arguments import check_type, checked_shape
-from shardrules._base.dtypes import given_bits
+from shardrules._base.dtypes import as_bits
 from shardrules._base.mistakes import check_arrays, in_order
 from shardrules._base.rule_specs import Correction
 from shardrules._place.decider import (
@@ -29,7 +29,7 @@ from shardrules._place.mesh import (
     processes_of,
     resolve_mesh,
 )
-from shardrules._place.shardings import decided_by_rules
+from shardrules._place.shardings import shardings_by_rules
 from shardrules._place.transfers import array_types
 from shardrules._rules.rules import matcher_of, specs_by_rules
 
@@ -81,7 +81,7 @@ def named_shardings(
         >>> shardings["wq"].spec == P("fsdp", None)
         True
     """
-    return as_decider("rules", rules, correction, names)._decided(tree, mesh).tree()
+    return as_decider("rules", rules, correction, names)._shardings(tree, mesh).tree()
 
 
 def requested_shardings(
@@ -106,7 +106,7 @@ def requested_shardings(
     leaves, treedef = tree_util.tree_flatten(tree)
     if not leaves:
         check_arrays("tree", tree)
-    decided = decider._decided(tree, mesh).leaves()
+    decided = decider._shardings(tree, mesh).leaves()
     shardings = [sharding for sharding, _ in decided]
     have_memory = array_types(leaves)
     for index, (leaf, (sharding, says_memory)) in enumerate(zip(leaves, decided, strict=True)):
@@ -162,7 +162,7 @@ def spec_for(
         ('fsdp', None)
     """
     if dtype is not None:
-        given_bits("dtype", dtype)
+        as_bits("dtype", dtype)
     array = SimpleNamespace(shape=checked_shape("shape", shape), dtype=dtype)
     decider = as_decider("rules", rules)
     if isinstance(decider, ByNames):
@@ -177,10 +177,10 @@ def spec_for(
         if mesh is None and context_mesh() is None:
             return specs_by_rules(matcher, tree, 0)[path]  # type: ignore[no-any-return]
         on_mesh = local_view(resolve_mesh(mesh))
-        return decided_by_rules(tree, matcher, on_mesh).tree()[path].spec  # type: ignore[no-any-return]
+        return shardings_by_rules(tree, matcher, on_mesh).tree()[path].spec  # type: ignore[no-any-return]
     if dtype is None and not isinstance(decider, BySpecs):
         array.dtype = "uint8"  # a plan decides by path and shape, whatever the dtype
-    sharding = decider._decided({path: array}, mesh).tree()[path]
+    sharding = decider._shardings({path: array}, mesh).tree()[path]
     if sharding is None:
         raise TypeError("rules are None, which leaves arrays as they are; give rules, or a spec")
     return sharding.spec  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr, tree_flatten_with_path
 
 from shardrules._base.arguments import boolean, check_choice
-from shardrules._base.dtypes import given_float, is_plain_float
+from shardrules._base.dtypes import as_float_name, is_plain_float
 from shardrules._base.mistakes import Tree, check_arrays, in_order
 from shardrules._base.rule_specs import Correction
 from shardrules._base.specs import entries_of, entry_axes, is_partition_spec, spec_shown
@@ -95,7 +95,7 @@ def shard(
     with JointCall("shard") as call:
         check_choice("scalars", scalars, ("place", "keep", None))
         gives_up = boolean("donate", donate)
-        name = None if dtype is None else given_float("dtype", dtype)
+        name = None if dtype is None else as_float_name("dtype", dtype)
         if call.joint and stays_within(tree, only_process(rules, mesh)):
             call.alone()
         leaves, treedef, decided = requested_shardings(tree, rules, mesh, correction=correction)

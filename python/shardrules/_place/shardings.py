@@ -36,7 +36,7 @@ from shardrules._base.text import and_more, counted, mesh_shown, printable_lines
 from shardrules._core import ShardingTable
 from shardrules._place.mesh import AnyMesh, axes_of_type, sharding_in_memory
 from shardrules._place.spec_on_mesh import NO_OTHERS, LostAxes, SpecByShape, SpecOnMesh
-from shardrules._rules.matcher import Matcher, decided_tree
+from shardrules._rules.matcher import Matcher, tree_of_walk
 from shardrules._rules.patterns import Pattern
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def listing(heading: str, lines: Iterable[str], count: int, noun: str) -> str:
     return printable_lines([f"{heading}:", *(f"    {row}" for row in rows)])
 
 
-class Decided(NamedTuple):
+class Shardings(NamedTuple):
     """Shardings of the leaves of a tree; None for leaves that stay unchanged."""
 
     tree: Callable[[], Any]
@@ -103,7 +103,7 @@ class Decided(NamedTuple):
     without a memory kind. Walking them takes longer than deciding, which few need."""
 
 
-def decided_by_rules(tree: Any, matcher: Matcher, mesh: AnyMesh) -> Decided:
+def shardings_by_rules(tree: Any, matcher: Matcher, mesh: AnyMesh) -> Shardings:
     """Return the shardings of the leaves of a tree by their rules on the mesh."""
     from jax import tree_util
 
@@ -111,7 +111,7 @@ def decided_by_rules(tree: Any, matcher: Matcher, mesh: AnyMesh) -> Decided:
     walk = matcher.decide(tree, on_mesh.table, on_mesh.replicated)
     if not walk.has_dimensions:
         check_arrays("tree", tree)
-    decided = decided_tree(matcher, walk, functools.partial(_misfits_message, on_mesh))
+    decided = tree_of_walk(matcher, walk, functools.partial(_misfits_message, on_mesh))
 
     def leaves() -> list[tuple[Any, bool]]:
         with_memory = on_mesh.with_memory
@@ -119,7 +119,7 @@ def decided_by_rules(tree: Any, matcher: Matcher, mesh: AnyMesh) -> Decided:
             (sharding, id(sharding) in with_memory) for sharding in tree_util.tree_leaves(decided)
         ]
 
-    return Decided(lambda: decided, leaves)
+    return Shardings(lambda: decided, leaves)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -136,7 +136,7 @@ def sharding_or_reasons(
     from jax.sharding import NamedSharding
 
     on_mesh = _spec_on_mesh(spec, mesh, correction, optional_axes)
-    corrected = on_mesh.decided(shape, dtype)
+    corrected = on_mesh.corrected_for(shape, dtype)
     return list(on_mesh.errors(shape)) if corrected is None else NamedSharding(mesh, corrected)
 
 
@@ -349,7 +349,7 @@ def _bind(matcher: Matcher, mesh: AnyMesh) -> _OnMesh:
         return sharded(spec, cast(SpecOnMesh, specs[spec]).corrected(rank, kept))
 
     def make_for_shape(spec: int, shape: tuple[Any, ...], dtype: Any) -> object:
-        return sharded(spec, specs[spec].decided(shape, dtype))
+        return sharded(spec, specs[spec].corrected_for(shape, dtype))
 
     table = ShardingTable([spec.corrector for spec in specs], spec_of, make, make_for_shape)
     replicated = sharding(partition_spec(), None)

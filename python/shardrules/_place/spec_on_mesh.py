@@ -11,7 +11,7 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from shardrules._base.dtypes import given_bits
+from shardrules._base.dtypes import as_bits
 from shardrules._base.rule_specs import Correction, Fsdp, IndivisiblePolicy, absent_policy
 from shardrules._base.specs import (
     Dim,
@@ -153,7 +153,7 @@ class SpecOnMesh:
             self._whole[rank] = self.without_lost(rank, kept)
         return self._whole[rank], []
 
-    def decided(self, shape: tuple[int, ...], dtype: Any) -> Any:
+    def corrected_for(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Return the corrected spec for arrays of this shape and any dtype; None if forbidden."""
         return self.corrected(len(shape), self.corrector.kept(shape))
 
@@ -465,10 +465,10 @@ class SpecByShape:
         closed = frozenset(place for place, dim in enumerate(dims) if not isinstance(dim, int))
         return SpecByShape(self._fsdp, self._fixed.with_dims(dims), closed)
 
-    def decided(self, shape: tuple[Any, ...], dtype: Any) -> Any:
+    def corrected_for(self, shape: tuple[Any, ...], dtype: Any) -> Any:
         """Return the corrected spec for arrays of this shape and dtype; None if it is forbidden."""
         on_mesh = self.for_leaf(shape, dtype)
-        bound = None if on_mesh is None else on_mesh.decided(shape, dtype)
+        bound = None if on_mesh is None else on_mesh.corrected_for(shape, dtype)
         if bound is None and on_mesh is not None:
             self._failed(shape, dtype, list(on_mesh.errors(shape)))
         return bound
@@ -476,7 +476,7 @@ class SpecByShape:
     def for_leaf(self, shape: tuple[Any, ...], dtype: Any) -> SpecOnMesh | None:
         """Return the spec for arrays of this shape and dtype; None if `errors` has reasons."""
         try:
-            bits = None if dtype is None else given_bits("dtype", dtype)
+            bits = None if dtype is None else as_bits("dtype", dtype)
             return self.for_array(_checked_entries(shape), bits)[0]
         except ValueError as error:
             self._failed(shape, dtype, [str(error)])

@@ -14,8 +14,8 @@ from shardrules._core import aligned_values
 from shardrules._place.boxes import open_boxes
 from shardrules._place.mesh import AnyMesh, MeshLike, local_view, resolve_mesh
 from shardrules._place.shardings import (
-    Decided,
     LeafError,
+    Shardings,
     leaf_errors,
     listing,
     sharding_or_reasons,
@@ -138,9 +138,9 @@ def is_named_sharding(spec: Any) -> bool:
 _Kind = tuple[int, tuple[int, ...], Any]  # the id of a spec; the shape and dtype of leaves
 
 
-def decided_by_specs(
+def shardings_by_specs(
     name: str, tree: Any, specs: Any, mesh: MeshLike | None, correction: Correction
-) -> Decided:
+) -> Shardings:
     """Return the shardings of the leaves; `name` is that of the parameter `specs` in messages."""
     from jax import tree_util
 
@@ -161,7 +161,7 @@ def decided_by_specs(
     if any(isinstance(decided, list) for decided in of_kind.values()):
         raise ValueError(_errors(tree, kinds, of_kind, bound))
     of_leaves: list[Any] = list(map(of_kind.__getitem__, kinds))
-    return Decided(lambda: treedef.unflatten(each[0] for each in of_leaves), lambda: of_leaves)
+    return Shardings(lambda: treedef.unflatten(each[0] for each in of_leaves), lambda: of_leaves)
 
 
 def _errors(

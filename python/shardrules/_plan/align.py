@@ -16,7 +16,7 @@ from shardrules._base.specs import as_partition_spec
 from shardrules._base.text import brief, counted, near_shown
 from shardrules._place.boxes import Unboxed, open_boxes
 from shardrules._place.mesh import as_mesh, sharding_in_memory
-from shardrules._place.shardings import Decided, listing
+from shardrules._place.shardings import Shardings, listing
 from shardrules._place.spec_trees import PathsOfTree, by_row
 from shardrules._plan.findings import NOTHING
 from shardrules._plan.fold import fold_paths
@@ -207,14 +207,14 @@ def put_as_planned(
     return leaves, kinds
 
 
-def decided_in(plan: Plan, tree: Any, numbers: Any, rows: Sequence[int]) -> Decided:
+def shardings_in(plan: Plan, tree: Any, numbers: Any, rows: Sequence[int]) -> Shardings:
     """Return the shardings of another tree, by the tree of its leaves' numbers in `rows`."""
     from jax import tree_util
 
     of_kind, of_row = kind_shardings(plan), plan.kind_of[rows].tolist()
     kinds = [of_row[number] for number in tree_util.tree_leaves(numbers)]
     treedef: Any = tree_util.tree_structure(tree)
-    return Decided(
+    return Shardings(
         lambda: treedef.unflatten(of_kind[kind] for kind in kinds),
         lambda: [(of_kind[kind], plan.kinds[kind].memory_kind is not None) for kind in kinds],
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._base.arguments import as_tuple
-from shardrules._base.dtypes import given_bits
+from shardrules._base.dtypes import as_bits
 from shardrules._base.rule_specs import MemoryKind, is_on_host
 from shardrules._base.specs import Entries
 from shardrules._base.text import answer, bytes_shown
@@ -105,7 +105,7 @@ class Training:
         add("params", params, params.counts - of_state)
         add("optimizer", params, of_state)
         if self.gradients is not None and self.gradients is not False:
-            bits = None if self.gradients is True else given_bits("gradients", self.gradients)
+            bits = None if self.gradients is True else as_bits("gradients", self.gradients)
             # They are made on the device, wherever the parameters come from.
             add("gradients", params, of_gradients, bits, "device")
         optimizer: Any = self.optimizer
@@ -113,7 +113,12 @@ class Training:
             _check_is_first(params)
         if isinstance(optimizer, tuple):
             for position, dtype in enumerate(optimizer):
-                add("optimizer", params, of_gradients, given_bits(f"optimizer[{position}]", dtype))
+                add(
+                    "optimizer",
+                    params,
+                    of_gradients,
+                    as_bits(f"optimizer[{position}]", dtype),
+                )
         elif optimizer is not None:
             _check_same_mesh(optimizer, params)
             add("optimizer", optimizer, optimizer.counts)

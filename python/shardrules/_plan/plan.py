@@ -32,16 +32,16 @@ from shardrules._base.text import answer
 from shardrules._place.boxes import unboxed
 from shardrules._place.decider import ByNames, ByPaths, Decider, RulesLike, as_decider
 from shardrules._place.mesh import AnyMesh, MeshLike, has_devices, resolve_mesh
-from shardrules._place.shardings import Decided
+from shardrules._place.shardings import Shardings
 from shardrules._plan.align import (
     PlannedLeaves,
-    decided_in,
     found_in_plan,
     kind_shardings,
     kind_specs,
     mapped,
     match_rows,
     put_as_planned,
+    shardings_in,
     survey_planned,
 )
 from shardrules._plan.findings import NOTHING, CheckKind, Declared, Findings, Level, all_declared
@@ -696,7 +696,7 @@ class Plan(Decider):
     def _meshes(self, mesh: MeshLike | None) -> set[AnyMesh]:
         return {resolve_mesh(self.mesh if mesh is None else mesh)}
 
-    def _decided(self, tree: Any, mesh: MeshLike | None) -> Decided:
+    def _shardings(self, tree: Any, mesh: MeshLike | None) -> Shardings:
         planned = self if mesh is None else self.on_mesh(mesh)
         leaves, rows = survey_planned(tree, self._leaves)
-        return decided_in(planned, tree, leaves.tree, rows)
+        return shardings_in(planned, tree, leaves.tree, rows)

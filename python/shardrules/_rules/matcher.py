@@ -44,156 +44,6 @@ def logs_moves() -> bool:
     return os.environ.get("LOG_SHARDING_MOVE", "false") in _TRUE_WORDS
 
 
-@answer
-class Coverage(NamedTuple):
-    """Leaves that each rule of a list matches and wins. Only leaves that need a rule count."""
-
-    matched: tuple[int, ...]
-    """Per rule, the leaves that its pattern matches."""
-    won: tuple[int, ...]
-    """Per rule, the leaves that it decides: the first rule that matches wins."""
-    unmatched: int
-    """Leaves that no rule matches."""
-    lost: dict[int, dict[int, int]]
-    """Of each rule, by the rule that won instead, the leaves that it matched but did not decide."""
-
-    @property
-    def dead(self) -> tuple[int, ...]:
-        """Return rules that match no leaf."""
-        return tuple([rule for rule, leaves in enumerate(self.matched) if leaves == 0])
-
-    @property
-    def shadowed(self) -> dict[int, tuple[int, ...]]:
-        """Return rules that match leaves but win none, with the rules that win them all."""
-        return {
-            rule: tuple(sorted(self.lost[rule]))
-            for rule, leaves in enumerate(self.matched)
-            if leaves > 0 and self.won[rule] == 0
-        }
-
-    def __str__(self) -> str:
-        heading = f"{counted(len(self.won), 'rule')}: {counted(self.unmatched, 'leaf')} unmatched"
-        return "\n".join([heading, *map(self._line, range(len(self.won)))])
-
-    def _line(self, rule: int) -> str:
-        if not self.matched[rule]:
-            return f"rule {rule}: dead, matches no leaf"
-        winners = ", ".join(f"rule {winner}" for winner in sorted(self.lost.get(rule, ())))
-        matched = counted(self.matched[rule], "leaf")
-        if not self.won[rule]:
-            return f"rule {rule}: shadowed, wins none of {matched}, which {winners} wins"
-        lost = f", the others {winners}" if winners else ""
-        return f"rule {rule}: wins {self.won[rule]:,} of {matched}{lost}"
-
-
-def _coverage(
-    matched: list[int], won: list[int], unmatched: int, lost_pairs: list[tuple[int, int, int]]
-) -> Coverage:
-    lost: dict[int, dict[int, int]] = {}
-    for loser, winner, leaves in lost_pairs:
-        lost.setdefault(loser, {})[winner] = leaves
-    return Coverage(tuple(matched), tuple(won), unmatched, lost)
-
-
-def decided_tree(
-    matcher: Matcher, walk: WalkResult, misfits_message: Callable[[Matcher, int, Any], str]
-) -> Any:
-    """Return the tree of a walk, if nothing went wrong. Its events become warnings.
-
-    The warnings name the line that called the public function, three frames above this one.
-
-    Raises:
-        ValueError: Some leaves are not decided; one message lists all.
-    """
-    for path, spec in walk.events[1]:
-        warnings.warn(_event_message(path, spec), stacklevel=4)
-    messages = []
-    if walk.unmatched[0]:
-        messages.append(_unmatched_message(matcher, *walk.unmatched))
-    if walk.ambiguous[0]:
-        messages.append(ambiguous_message(matcher, *walk.ambiguous))
-    if walk.misfits[0]:
-        messages.append(misfits_message(matcher, *walk.misfits))
-    if messages:
-        raise ValueError("\n".join(messages))
-    return walk.tree
-
-
-def _unmatched_message(matcher: Matcher, count: int, leaves: list[tuple[str, Any]]) -> str:
-    """Word the message about leaves that no rule matches: (path, shape or None)."""
-    lines = _leaf_lines(
-        count, [path if shape is None else f"{path}  shape {shape}" for path, shape in leaves]
-    )
-    searches = matcher.dialect.match == ("search",)
-    catch_all = ", or end the rules with ('.*', PartitionSpec()) to replicate whatever no rule "
-    fix = f"Add a rule for them{catch_all + 'shards' if searches else ''}."
-    return (
-        f"{printable(f'Partition rule not found for param: {leaves[0][0]}')}\n"
-        f"  {_leaves_match(count)} none of the {len(matcher.pairs)} rules:\n{lines}\n"
-        f"  {fix}"
-    )
-
-
-def ambiguous_message(
-    matcher: Matcher, count: int, leaves: list[tuple[str, tuple[list[int], Any]]]
-) -> str:
-    """Word the message about leaves that several rules match: (path, (rules, shape))."""
-    lines = _leaf_lines(
-        count,
-        [
-            f"{path}  shape {shape}  "
-            + ", ".join(f"rule {rule}: {matcher.pairs[rule][0]!r}" for rule in matching)
-            for path, (matching, shape) in leaves
-        ],
-    )
-    tries_exact = matcher.dialect.match[0] == "exact"
-    exact = ", or add a rule whose pattern is the path itself" if tries_exact else ""
-    return (
-        f"{_leaves_match(count)} several rules, where only one may:\n{lines}\n"
-        f"  Make the patterns exclude each other{exact}."
-    )
-
-
-def too_long_message(
-    matcher: Matcher, count: int, leaves: list[tuple[str, tuple[int, Any]]]
-) -> str:
-    """Word the message about leaves of fewer dimensions than entries: (path, (rule, shape))."""
-    lines = _leaf_lines(
-        count,
-        [
-            f"{path}  shape {shape}  rule {rule}: {rule_shown(*matcher.pairs[rule])}"
-            for path, (rule, shape) in leaves
-        ],
-    )
-    have = f"{counted(count, 'leaf')} {'has' if count == 1 else 'have'}"
-    return (
-        f"{have} fewer dimensions than the spec has entries:\n{lines}\n"
-        "  Shorten the specs, or take a dialect with rank='truncate'."
-    )
-
-
-def _event_message(path: str, spec: object) -> str:
-    """Return an event in the words of eformer, so that filters of its warnings work."""
-    if spec is None:
-        what = "was safer and faster being local array."
-    else:
-        what = f"went out of range (will be auto trimed to {spec})."
-    return printable(f"PartitionSpec Related to {path} {what}")
-
-
-def rule_shown(pattern: Pattern, spec: Any) -> str:
-    """Return a rule, for a message."""
-    return f"{pattern!r} -> {plain_spec(spec)}"
-
-
-def _leaves_match(count: int) -> str:
-    return f"{counted(count, 'leaf')} {'matches' if count == 1 else 'match'}"
-
-
-def _leaf_lines(count: int, lines: list[str]) -> str:
-    return printable_lines(f"    {line}" for line in lines + and_more(count, len(lines), "leaf"))
-
-
 _T = TypeVar("_T")
 
 _MOST_REMEMBERED: Final = 16
@@ -365,3 +215,153 @@ def _dialect_options(dialect: Dialect) -> DialectOptions:
         dialect.scalars == "size 1",
         dialect.min_size == "before",
     )
+
+
+@answer
+class Coverage(NamedTuple):
+    """Leaves that each rule of a list matches and wins. Only leaves that need a rule count."""
+
+    matched: tuple[int, ...]
+    """Per rule, the leaves that its pattern matches."""
+    won: tuple[int, ...]
+    """Per rule, the leaves that it decides: the first rule that matches wins."""
+    unmatched: int
+    """Leaves that no rule matches."""
+    lost: dict[int, dict[int, int]]
+    """Of each rule, by the rule that won instead, the leaves that it matched but did not decide."""
+
+    @property
+    def dead(self) -> tuple[int, ...]:
+        """Return rules that match no leaf."""
+        return tuple([rule for rule, leaves in enumerate(self.matched) if leaves == 0])
+
+    @property
+    def shadowed(self) -> dict[int, tuple[int, ...]]:
+        """Return rules that match leaves but win none, with the rules that win them all."""
+        return {
+            rule: tuple(sorted(self.lost[rule]))
+            for rule, leaves in enumerate(self.matched)
+            if leaves > 0 and self.won[rule] == 0
+        }
+
+    def __str__(self) -> str:
+        heading = f"{counted(len(self.won), 'rule')}: {counted(self.unmatched, 'leaf')} unmatched"
+        return "\n".join([heading, *map(self._line, range(len(self.won)))])
+
+    def _line(self, rule: int) -> str:
+        if not self.matched[rule]:
+            return f"rule {rule}: dead, matches no leaf"
+        winners = ", ".join(f"rule {winner}" for winner in sorted(self.lost.get(rule, ())))
+        matched = counted(self.matched[rule], "leaf")
+        if not self.won[rule]:
+            return f"rule {rule}: shadowed, wins none of {matched}, which {winners} wins"
+        lost = f", the others {winners}" if winners else ""
+        return f"rule {rule}: wins {self.won[rule]:,} of {matched}{lost}"
+
+
+def _coverage(
+    matched: list[int], won: list[int], unmatched: int, lost_pairs: list[tuple[int, int, int]]
+) -> Coverage:
+    lost: dict[int, dict[int, int]] = {}
+    for loser, winner, leaves in lost_pairs:
+        lost.setdefault(loser, {})[winner] = leaves
+    return Coverage(tuple(matched), tuple(won), unmatched, lost)
+
+
+def tree_of_walk(
+    matcher: Matcher, walk: WalkResult, misfits_message: Callable[[Matcher, int, Any], str]
+) -> Any:
+    """Return the tree of a walk, if nothing went wrong. Its events become warnings.
+
+    The warnings name the line that called the public function, three frames above this one.
+
+    Raises:
+        ValueError: Some leaves are not decided; one message lists all.
+    """
+    for path, spec in walk.events[1]:
+        warnings.warn(_event_message(path, spec), stacklevel=4)
+    messages = []
+    if walk.unmatched[0]:
+        messages.append(_unmatched_message(matcher, *walk.unmatched))
+    if walk.ambiguous[0]:
+        messages.append(ambiguous_message(matcher, *walk.ambiguous))
+    if walk.misfits[0]:
+        messages.append(misfits_message(matcher, *walk.misfits))
+    if messages:
+        raise ValueError("\n".join(messages))
+    return walk.tree
+
+
+def _unmatched_message(matcher: Matcher, count: int, leaves: list[tuple[str, Any]]) -> str:
+    """Word the message about leaves that no rule matches: (path, shape or None)."""
+    lines = _leaf_lines(
+        count, [path if shape is None else f"{path}  shape {shape}" for path, shape in leaves]
+    )
+    searches = matcher.dialect.match == ("search",)
+    catch_all = ", or end the rules with ('.*', PartitionSpec()) to replicate whatever no rule "
+    fix = f"Add a rule for them{catch_all + 'shards' if searches else ''}."
+    return (
+        f"{printable(f'Partition rule not found for param: {leaves[0][0]}')}\n"
+        f"  {_leaves_match(count)} none of the {len(matcher.pairs)} rules:\n{lines}\n"
+        f"  {fix}"
+    )
+
+
+def ambiguous_message(
+    matcher: Matcher, count: int, leaves: list[tuple[str, tuple[list[int], Any]]]
+) -> str:
+    """Word the message about leaves that several rules match: (path, (rules, shape))."""
+    lines = _leaf_lines(
+        count,
+        [
+            f"{path}  shape {shape}  "
+            + ", ".join(f"rule {rule}: {matcher.pairs[rule][0]!r}" for rule in matching)
+            for path, (matching, shape) in leaves
+        ],
+    )
+    tries_exact = matcher.dialect.match[0] == "exact"
+    exact = ", or add a rule whose pattern is the path itself" if tries_exact else ""
+    return (
+        f"{_leaves_match(count)} several rules, where only one may:\n{lines}\n"
+        f"  Make the patterns exclude each other{exact}."
+    )
+
+
+def too_long_message(
+    matcher: Matcher, count: int, leaves: list[tuple[str, tuple[int, Any]]]
+) -> str:
+    """Word the message about leaves of fewer dimensions than entries: (path, (rule, shape))."""
+    lines = _leaf_lines(
+        count,
+        [
+            f"{path}  shape {shape}  rule {rule}: {rule_shown(*matcher.pairs[rule])}"
+            for path, (rule, shape) in leaves
+        ],
+    )
+    have = f"{counted(count, 'leaf')} {'has' if count == 1 else 'have'}"
+    return (
+        f"{have} fewer dimensions than the spec has entries:\n{lines}\n"
+        "  Shorten the specs, or take a dialect with rank='truncate'."
+    )
+
+
+def _event_message(path: str, spec: object) -> str:
+    """Return an event in the words of eformer, so that filters of its warnings work."""
+    if spec is None:
+        what = "was safer and faster being local array."
+    else:
+        what = f"went out of range (will be auto trimed to {spec})."
+    return printable(f"PartitionSpec Related to {path} {what}")
+
+
+def rule_shown(pattern: Pattern, spec: Any) -> str:
+    """Return a rule, for a message."""
+    return f"{pattern!r} -> {plain_spec(spec)}"
+
+
+def _leaves_match(count: int) -> str:
+    return f"{counted(count, 'leaf')} {'matches' if count == 1 else 'match'}"
+
+
+def _leaf_lines(count: int, lines: list[str]) -> str:
+    return printable_lines(f"    {line}" for line in lines + and_more(count, len(lines), "leaf"))

@@ -41,9 +41,9 @@ from shardrules._rules.matcher import (
     Coverage,
     Matcher,
     checked_min_size,
-    decided_tree,
     rule_shown,
     too_long_message,
+    tree_of_walk,
 )
 from shardrules._rules.patterns import Pattern, checked_pattern
 
@@ -320,7 +320,7 @@ def specs_by_rules(matcher: Matcher, tree: Any, min_size: int | None, strict: bo
         min_size=least or matcher.min_size,
         strict=boolean("strict", strict),
     )
-    return decided_tree(matcher, walk, too_long_message)
+    return tree_of_walk(matcher, walk, too_long_message)
 
 
 def as_rules(name: str, rules: PathRules) -> Rules:

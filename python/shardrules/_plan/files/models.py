@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from shardrules._base.arguments import boolean, check_type
-from shardrules._base.dtypes import given_name, key_dtype
+from shardrules._base.dtypes import as_dtype_name, key_dtype
 from shardrules._base.io import (
     FileError,
     collector_paused,
@@ -285,7 +285,9 @@ def manifest_text(columns: Plan, name: str | None = None) -> str:
         if kind.shape is not None
     ]
     rows = [
-        json.dumps([path, list(kind.shape or ()), given_name(f"the dtype of {path}", kind.dtype)])
+        json.dumps(
+            [path, list(kind.shape or ()), as_dtype_name(f"the dtype of {path}", kind.dtype)]
+        )
         for path, kind in arrays
     ]
     named = {path: kind.names for path, kind in arrays if kind.names is not None}
