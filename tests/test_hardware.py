@@ -73,7 +73,3 @@ def test_a_record_of_ones_own():
     assert (rack.name, rack.link_devices, rack.memory_bytes) == ("NVL72", 72, 180 * 10**9)
     assert pickle.loads(pickle.dumps(rack)) == rack
     assert len({rack, copy.copy(rack), sr.Hardware.named("v5e")}) == 2  # it had no hash, as a field is a dict
-    with pytest.raises(ValueError, match="link_devices is 0"):
-        dataclasses.replace(rack, link_devices=0)
-    with pytest.raises(ValueError, match="unknown dtype 'bf17'"):
-        dataclasses.replace(rack, flops_per_second={"bf17": 1e12})

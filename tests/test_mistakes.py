@@ -297,18 +297,8 @@ MISTAKES = {
     "a step alone": (lambda: step_command("users_step:bare"), "(a PjitFunction)", "write return step, (plan, batch), plan"),
     "arguments one by one": (lambda: step_command("users_step:flat"), "(PjitFunction, Plan, NoneType)", "where arguments is a tuple", "write return step, (plan, batch), plan"),
     "files without their options": (lambda: command("check", "model.json", "rules.toml", "tp=2"), "Missing option '-r'", "check model.json -r rules.toml -m fsdp=8,tp=4"),
-    "no such level": (lambda: command("check", "model.json", "-r", "own.toml", "-m", "tp=2", "--level", "dead=fatal"), "'fatal'", "one of 'error', 'warning', 'info', 'off'"),
-    "a lock that is not there": (lambda: command("diff", "plan.lock", "model.json", "-r", "own.toml", "-m", "tp=2"), "plan.lock: no such file", "shardrules plan --lock plan.lock"),
     "a lock of a step that is not there": (lambda: command("prove", "users_step:step_on", "-m", "tp=2", "--lock", "s.lock"), "s.lock: no such file", "--update-lock"),
-    "no hardware to solve for": (lambda: command("solve", "users_step:step_on", "-m", "fsdp=2,tp=2"), "give the devices", "--hardware v5p"),
-    "sizes of axes to sweep": (lambda: command("sweep", "model.json", "-r", "own.toml", "--devices", "8", "--axes", "fsdp=2,tp"), "'fsdp=2,tp' has sizes", "write names alone"),
     "a step as model": (lambda: command("manifest", "users_step:step_on"), "without arguments", "write def step_on()"),
-    "no axes to sweep": (lambda: command("sweep", "model.json", "-r", "own.toml", "--devices", "8"), "--axes", "--mesh"),
-    "a misspelt path to explain": (lambda: command("explain", "model.json", "wqq", "-r", "own.toml", "-m", "tp=2"), "'wqq'", "near it: layers/0/wq"),
-    "a job that is not there": (lambda: command("check", "--job", "b", project='[jobs.a]\nmodel = "model.json"'), "'b'", "a"),
-    "no job of a command": (lambda: command("prove", project='[jobs.a]\nmodel = "model.json"'), "there is no job for prove", "needs function; there are a"),
-    "no table": (lambda: command("check", project='[jobs.a\nmodel = "model.json"'), "not TOML", "line 1"),
-    "a misspelt key of a project": (lambda: command("check", project='[jobs.a]\nmodel = "model.json"\nmeshh = "tp=2"'), "job a", "'meshh' is unknown", "did you mean 'mesh'"),
 }  # fmt: skip
 # What needs the compiler for TPUs.
 OF_DEVICES = {

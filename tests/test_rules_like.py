@@ -18,7 +18,7 @@ import shardrules as sr
 from shardrules.compat.flax_core_meta import Partitioned
 from tests.support import api
 from tests.support.files import header_file
-from tests.support.trees import cuts
+from tests.support.plans import cuts
 
 MESH = Mesh(np.array(jax.devices()[:2]), ("tp",))
 TREE = {"norm": np.ones(8, np.float32), "wq": np.ones((8, 8), np.float32)}

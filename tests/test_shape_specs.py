@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from tests.support import corpus
+from tests.support.plans import cuts
 from tests.support.references import big_vision_fsdp, openpi_fsdp
 from tests.support.slow import MODELS
-from tests.support.trees import array, cuts
+from tests.support.trees import array
 
 MESHES = [{"fsdp": 8}, {"fsdp": 256}, {"data": 2, "fsdp": 12}, {"fsdp": 1, "tp": 8}, {"replica": 2, "fsdp": 7, "tp": 4}]
 MIB = 2**20

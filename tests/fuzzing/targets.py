@@ -26,7 +26,6 @@ from shardrules._plan import lock as locks
 from shardrules._plan.files.hardware import read_hardware
 from shardrules._plan.files.models import read_arrays
 from shardrules._plan.files.rules import read_rule_source
-from shardrules._plan.fold import expanded, fold
 from shardrules._program.hlo import Hlo, hlo_errors
 from shardrules._program.lock import program_lock_text, read_program_lock
 
@@ -170,9 +169,13 @@ def lock(data: bytes) -> None:
             plan = sr.Plan.from_lock(text)
     except FileError:
         return
+    assert sum(len(folded.rows) for folded in plan.folded) == len(plan)
+    for answer in (plan, plan.check(), plan.diff(plan), *map(plan.explain, plan.paths[:9])):
+        str(answer).encode("utf-8", "surrogatepass")
     again = sr.Plan.from_lock(plan.lock())
     assert again.fingerprint() == plan.fingerprint()
     assert again.lock() == plan.lock()
+    assert not plan.diff(again)
 
 
 _VALUES = (
@@ -240,22 +243,6 @@ def project(data: bytes) -> None:
         assert all(type(job) is dict for job in read_jobs(Path(_file("p.toml", data))).values())
     except FileError as error:
         assert str(error).isprintable()
-
-
-def folding(data: bytes) -> None:
-    """Paths in groups: each pattern stands for exactly its paths."""
-    *paths, groups = data.decode("utf-8", "surrogateescape").split("\n")
-    paths = list(dict.fromkeys(paths))[:200]
-    if not paths:
-        return
-    group_of = np.array([(ord(groups[i % len(groups)]) if groups else 0) % 3 for i in range(len(paths))])
-    seen: list[str] = []
-    for one in fold(paths, group_of.astype(np.int32)):
-        expected = [paths[row] for row in one.rows]
-        assert {group_of[row] for row in one.rows} == {one.group}
-        assert sorted(expanded(one.pattern, 2**20)) == sorted(expected)
-        seen += expected
-    assert sorted(seen) == sorted(paths)
 
 
 class _Key:
@@ -388,6 +375,6 @@ def tree(data: bytes) -> None:
 
 _FUNCTIONS: tuple[Callable[[bytes], None], ...] = (
     manifest, raw_manifest, safetensors, index, rules, hardware, toml, yaml, rule_values, lock, lock_values, program_lock,
-    hlo, project, folding, tree,
+    hlo, project, tree,
 )  # fmt: skip
 TARGETS = {function.__name__: function for function in _FUNCTIONS}

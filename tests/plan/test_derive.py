@@ -517,18 +517,6 @@ def test_other_rules_leave_companions_out():
     assert plan.specs() == sr.plan(tree, other, SIZES).specs() == {"layers": {"w": P(None, "tp", None)}}
 
 
-def test_bad_companions():
-    with pytest.raises(re.error):
-        sr.Companion("(", "x")
-    with pytest.raises(re.error):
-        sr.Companion("x", r"\2")
-    for dims in ((-1,), (..., 0), (1.5,), ((1,),)):
-        with pytest.raises(ValueError, match="dims has"):
-            sr.Companion("x", "y", dims=dims)
-    with pytest.raises(ValueError, match="axis is -1"):
-        sr.stacked("h", axis=-1)
-
-
 def test_the_moment_of_a_kernel_was_replicated_where_a_module_is_called_as_a_field():
     """`mu/Dense_0/kernel` of the state ends in the path of another parameter, of a module `mu`."""
     params = {"Dense_0": {"kernel": abstract(128, 512)}, "mu": {"Dense_0": {"kernel": abstract(512, 256)}}}

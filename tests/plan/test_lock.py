@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import re
@@ -20,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._base.rule_specs import LibraryCorrection, rule_spec
 from shardrules._base.specs import entries_of
-from shardrules._plan import lock as locks
 from tests.support import corpus
 from tests.support.slow import MODELS
 from tests.support.trees import array
@@ -487,48 +485,3 @@ def test_what_is_no_lock(text, message):
 def test_what_is_no_json(text):
     with pytest.raises(sr.FileError, match="^the lock: "):
         sr.Plan.from_lock(text)
-
-
-def places(content, path=()):
-    yield path
-    if isinstance(content, dict | list):
-        items = content.items() if isinstance(content, dict) else enumerate(content)
-        for key, value in items:
-            yield from places(value, (*path, key))
-
-
-PLACES = [place for place in places(json.loads(LOCK)) if place]
-VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.just(10**400), st.floats(), st.text(max_size=5), st.just([]), st.just({}),
-    st.sampled_from(["{0..3}", "{0,2}/w", "tp", "fsdp", "float32", "bfloat16", "unmatched", "rank 0", "(", "\\d", ".*"]),
-    st.lists(st.integers(-1, 8), max_size=3), st.lists(st.sampled_from(["tp", "dp", None, "zz"]), max_size=3),
-    st.sampled_from(PLACES).map(lambda place: copy.deepcopy(at(json.loads(LOCK), place))),
-)  # fmt: skip
-
-
-@given(st.lists(st.tuples(st.sampled_from(PLACES), VALUES | st.just(...)), min_size=1, max_size=2))
-def test_mutated_locks_are_file_errors_or_plans(mutations):
-    content = json.loads(LOCK)
-    for place, value in mutations:
-        try:
-            container = at(content, place[:-1])
-            if value is ...:
-                del container[place[-1]]
-            else:
-                # Of its own: it may be the one that another mutation is in.
-                container[place[-1]] = copy.deepcopy(value)
-        except (LookupError, TypeError):  # the other mutation has taken the place away
-            continue
-    # With a digest that fits, so that what is behind that check is met too.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(locks, "_digest", lambda _: content.get("digest"))
-        try:
-            plan = sr.Plan.from_lock(json.dumps(content))
-        except sr.FileError:
-            return
-    assert sum(len(one.rows) for one in plan.folded) == len(plan)
-    for text in (str(plan), str(plan.check()), plan.lock(), str(plan.diff(plan))):
-        text.encode("utf-8", "surrogatepass")
-    check_round_trip(plan)
-    for path in plan.paths:
-        str(plan.explain(path))

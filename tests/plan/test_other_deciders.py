@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from tests.support import corpus
-from tests.support.plans import shard_bytes
+from tests.support.plans import cuts, shard_bytes
 from tests.support.trees import array
 
 MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tp"))
@@ -144,14 +144,6 @@ def test_companions_are_for_rules_of_paths_alone():
     ):
         with pytest.raises(ValueError, match="companions are for rules of paths alone"):
             sr.plan(tree, rules, SIZES, companions=sr.LORA, **more)
-
-
-def cuts(spec):
-    """The entries without trailing None."""
-    entries = list(spec)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return tuple(entries)
 
 
 def test_a_plan_says_how_a_spec_came_about():

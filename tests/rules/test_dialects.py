@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.compat.keras import LayoutMap
-from tests.support import corpus, references
+from tests.support import references
 from tests.support.folders import DATA
 from tests.support.random_patterns import compiles, random_pattern, random_text
 from tests.support.random_trees import RULES, trees
@@ -70,20 +70,6 @@ def test_corpus(name):
         expected = words.get(index, index)
         assert references.CHOSEN_BY[name](patterns, path) == expected, path
         assert chosen(rules, path) == expected, path
-
-
-@pytest.mark.parametrize(
-    ("rule_set", "model", "dialect", "theirs"),
-    [
-        ("EasyLM__llama", "easylm-llama-3.1-405b", sr.dialects.EASYLM, references.easylm),
-        ("EasyLM__llama", "easylm-llama-3.1-405b-trainstate", sr.dialects.EASYLM, references.easylm),
-        ("JAXSeq__T5", "flax-t5-v1_1-xxl", sr.dialects.KEYSTR, references.jaxseq),
-        ("JAXSeq__gptj", "flax-gpt-j-6b", sr.dialects.KEYSTR, references.jaxseq),
-    ],
-)  # fmt: skip
-def test_on_their_models(rule_set, model, dialect, theirs):
-    rules, tree = corpus.rules(rule_set), corpus.manifest(model).nested(corpus.abstract)
-    assert sr.Rules(rules, dialect).match(tree) == theirs(rules, tree)
 
 
 @pytest.mark.parametrize("seed", range(100))

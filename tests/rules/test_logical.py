@@ -214,16 +214,6 @@ def test_a_plan_of_named_arrays_is_what_haliax_infers(hax, tree, mapping):
     assert [finding.paths for finding in plan.check() if finding.kind == "unnamed"] == [("plain",)]
 
 
-def test_arrays_are_placed_as_haliax_places_them(hax, mesh):
-    embed, mlp = hax.Axis("embed", 8), hax.Axis("mlp", 16)
-    module = hax.nn.Linear.init(embed, mlp, key=jax.random.key(0))
-    mapping = {"embed": "fsdp", "mlp": "tp"}
-    theirs = hax.shard(module, mapping, mesh)
-    placed = sr.shard(module, sr.LogicalRules(mapping, sr.dialects.HALIAX), mesh)
-    assert placed.weight.array.sharding.is_equivalent_to(theirs.weight.array.sharding, 2)
-    assert jax.tree.structure(placed) == jax.tree.structure(theirs)
-
-
 def test_what_jax_would_refuse_is_an_error():
     rules = sr.LogicalRules({"mlp": "model", "heads": "model", "far": "absent"}, sr.dialects.HALIAX)
     for names, shape in ((("heads", "mlp"), (8, 8)), (("mlp",), (7,)), (("far",), (8,))):

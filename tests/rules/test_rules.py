@@ -231,34 +231,3 @@ def test_logical_rules():
         ("norm", None),
         ("x", P.UNCONSTRAINED),
     )
-
-
-@pytest.mark.parametrize("tp", [8, 16, 64])
-@pytest.mark.parametrize(
-    ("model", "projections", "spec", "units"),
-    [
-        # Heads have a dimension of their own, or share one with what a head holds.
-        ("maxtext-llama3.1-405b-scanned", "(query|key|value)/kernel", (None, None, "tp"), ()),
-        ("easydel-mixtral-8x22b", "[qkv]_proj/kernel", (None, "tp"), (None, 128)),
-        ("llama-3.1-405b", r"[qkv]_proj\.weight", ("tp",), (128,)),
-    ],
-)
-def test_real_models_with_eight_kv_heads(model, projections, spec, units, tp):
-    """Neighbours share a head, and each other array is cut as before."""
-    tree = corpus.manifest(model).flat(corpus.abstract)
-    others = [("embed|mlp", (None, "tp")), (".*", ())]
-    rules = sr.Rules([(projections, sr.RuleSpec(spec, PREFIX, units)), *others])
-    mesh = {"fsdp": 2, "kv": 8, "rep": tp // 8}
-    found = sr.plan(tree, rules.with_axes(PARTS), mesh)
-    before = sr.plan(tree, others, {"fsdp": 2, "tp": tp})
-    dim, kv = len(spec) - 1, 0
-    for path, leaf in tree.items():
-        if re.search(projections, path):
-            heads = leaf.shape[dim] // (units[-1] if units else 1)
-            kv += heads == 8
-            cut = tp if heads % tp == 0 else 8
-            assert found.kind(path).device_bytes * cut == found.kind(path).bytes
-            assert found.kind(path).spec[dim] == (("kv", "rep") if cut == tp else "kv")
-        else:
-            assert found.kind(path).device_bytes == before.kind(path).device_bytes
-    assert kv > 0

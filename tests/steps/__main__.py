@@ -1,7 +1,4 @@
-"""Prints the score of steps: `python -m tests.steps tuned|fresh|blind|small [part of a step's name]`.
-
-`--clean` compiles the clean steps alone, and lists their collectives.
-"""
+"""Prints the score of steps: `python -m tests.steps tuned|fresh|blind|small [part of a step's name]`."""
 
 from __future__ import annotations
 
@@ -13,18 +10,12 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 
 
-def main(group: str, name: str = "", is_clean: bool = False) -> None:
+def main(group: str, name: str = "") -> None:
     """Print a row for each step, and what is told of each fault."""
-    import shardrules as sr
-    from tests.steps.score import cost, score, warnings
+    from tests.steps.score import score, warnings
     from tests.steps.table import steps
 
     selected = [step for step in steps(group) if name in step.name]
-    if is_clean:
-        for step in selected:
-            built = step.build()
-            print(f"# {step.name}\n{cost(built)}\n{sr.inspect(built.compiled, built.inputs, built.outputs)}")
-        return
     table, costly, reported = [], 0, 0
     for row in score(selected):
         told = len(row.costly) - len(row.missed)
@@ -55,5 +46,4 @@ def main(group: str, name: str = "", is_clean: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    words = [word for word in sys.argv[1:] if not word.startswith("--")]
-    main(*words[:2], is_clean="--clean" in sys.argv)
+    main(*sys.argv[1:3])

@@ -20,6 +20,7 @@ from shardrules._base.specs import entry_axes
 from tests.support import models
 from tests.support.folders import DATA
 from tests.support.models import array
+from tests.support.plans import cuts
 from tests.support.slow import slow
 
 MESH = {"fsdp": 8, "tp": 4}
@@ -333,11 +334,7 @@ GPT_OSS = DATA / "maxtext-dumps" / "gpt-oss-20b_tpu7x-16_default.json.gz"
 
 
 def by_name(found, path):
-    """The spec of a leaf, without the entries at its end that cut nothing."""
-    entries = [*found.plan.kind(path).spec]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return tuple(entries)
+    return cuts(found.plan.kind(path).spec)
 
 
 def gpt_oss():

@@ -60,14 +60,6 @@ class DictSubclass(dict):
     """No pytree node: a leaf to JAX."""
 
 
-def cuts(spec):
-    """A spec's entries without the whole dimensions at its end."""
-    entries = list(spec)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return tuple(entries)
-
-
 def paths_of(tree, path=""):
     """{path: leaf} of dicts in dicts."""
     if not isinstance(tree, dict):
