@@ -104,7 +104,7 @@ def uncut(context: CheckContext) -> Iterator[Finding]:
     """
     plan = context.plan
     # ZeRO-1 cuts optimizer state by axes that do not cut parameters.
-    state = {int(plan.kind_of[row]) for row in plan._leaves.rows_by_role.optimizer}
+    state = {int(plan.kind_of[row]) for row in plan._leaves.optimizer_rows}
     for axis, size in context.sizes.items():
         folded = context.undeclared(context.folded(_forgotten(context, axis, state)))
         cost = _saved_by(context, size, folded)

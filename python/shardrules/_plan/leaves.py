@@ -46,25 +46,10 @@ if TYPE_CHECKING:
     from shardrules._plan.companions import Companion, DimStep, Link
     from shardrules._rules.logical_rules import LogicalRules
 
-_PLAIN: Final = re.compile(r"[\w-]+")
 # In the place of a rule's index.
 NO_RULE_NEEDED: Final = -1
 UNMATCHED: Final = -2
 AMBIGUOUS: Final = -3
-
-
-def first_rules(rules: Rules, paths: Iterable[str]) -> dict[str, int]:
-    """Return, per path, the index of the rule that decides it, or UNMATCHED or AMBIGUOUS."""
-    matcher = matcher_of(rules).for_whole_paths()
-    decided = matcher.decide(
-        dict.fromkeys(paths, 0),
-        matcher.rule_indices(),
-        NO_RULE_NEEDED,
-        UNMATCHED,
-        AMBIGUOUS,
-        strict=False,
-    )
-    return decided.tree  # type: ignore[no-any-return]
 
 
 class LeafType(NamedTuple):
@@ -83,14 +68,33 @@ class LeafType(NamedTuple):
     """From a leaf that companions find to the base whose rule decides it."""
 
 
-class ByRole(NamedTuple):
-    """An array for each role that `DeviceBytes` tells apart by the names in paths."""
+_COMPONENTS: Final = re.compile(r"[^/.\[\]']+")
 
-    optimizer: npt.NDArray[np.intp]
-    state: npt.NDArray[np.intp]
-    """The optimizer's state, and averages of the parameters."""
-    gradients: npt.NDArray[np.intp]
-    """Leaves with gradients: parameters of real or complex numbers."""
+
+class _RoleNames(NamedTuple):
+    """Components of paths that name what is beside the parameters."""
+
+    anywhere: set[str]
+    at_top: set[str]
+
+    def are_in(self, path: str) -> bool:
+        components = _COMPONENTS.findall(path)
+        return not (self.anywhere.isdisjoint(components) and self.at_top.isdisjoint(components[:1]))
+
+
+# flax's, EasyLM's, EasyDeL's and Levanter's train states, nnx.Optimizer and orbax checkpoints of
+# them; Paxml and haiku; T5X. At the top alone, where no layer is called so: big_vision and others.
+_OPTIMIZER: Final = _RoleNames(
+    {"opt_state", "opt_states", "_opt_state", "_opt_states"}
+    | {"optimizer_state", "optimizer_states", "param_states"},
+    {"opt", "optim", "optimizer"},
+)
+# And averages of the parameters: diffusers, scenic, haiku; at the top alone those of optax.ema.
+_STATE: Final = _RoleNames(
+    _OPTIMIZER.anywhere
+    | {"ema_params", "_ema_params", "params_ema", "ema_state", "ema_model", "model_ema"},
+    _OPTIMIZER.at_top | {"ema", "_ema"},
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,28 +154,34 @@ class Leaves:
         """The paths with holes for their numbers."""
         return templates_of(self.paths)
 
-    @cached_property
-    def rows_by_role(self) -> ByRole:
-        """The rows of each role, by the names in their paths."""
+    def _is_named(self, names: _RoleNames) -> npt.NDArray[np.bool_]:
         texts, of_path, _ = self.templates
-        optimizer, state = [names.found_in(texts)[of_path] for names in (_OPTIMIZER, _STATE)]
-        inexact = np.array([is_inexact(leaf.dtype) for leaf in self.types], bool)[self.kind_of]
-        of_roles = (optimizer, state, inexact & ~state)
-        return ByRole(*map(np.flatnonzero, of_roles))
+        return np.array(list(map(names.are_in, texts)), np.bool_)[of_path]
 
     @cached_property
-    def counts_by_role(self) -> ByRole:
-        """Per role the number of leaves of each kind."""
-        kinds = (self.kind_of[rows] for rows in self.rows_by_role)
-        return ByRole(*(np.bincount(of_role, minlength=len(self.types)) for of_role in kinds))
+    def optimizer_rows(self) -> list[int]:
+        """The rows of an optimizer's state, by the names in their paths."""
+        return np.flatnonzero(self._is_named(_OPTIMIZER)).tolist()
+
+    @cached_property
+    def counts_by_role(self) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+        """Leaves of each kind: of an optimizer's state or an average; and with a gradient.
+
+        Gradients have the other leaves of real or complex numbers.
+        """
+        is_state = self._is_named(_STATE)
+        inexact = np.array([is_inexact(leaf.dtype) for leaf in self.types], np.bool_)
+        has_gradient = inexact[self.kind_of] & ~is_state
+        state, gradients = (
+            np.bincount(self.kind_of[of_role], minlength=len(self.types))
+            for of_role in (is_state, has_gradient)
+        )
+        return state, gradients
 
     @cached_property
     def folded(self) -> list[Folded]:
         """Siblings folded, a kind each."""
         return fold(self.paths, self.kind_of, self.templates)
-
-
-_MOST_BITS: Final = 2**63 - 1
 
 
 def survey(tree: Any, rules: Rules | None = None) -> Leaves:
@@ -191,16 +201,14 @@ def survey(tree: Any, rules: Rules | None = None) -> Leaves:
     return Leaves(rules, of_rows, paths, paths, kind_of, types)
 
 
+_MOST_BITS: Final = 2**63 - 1
+
+
 def checked_type(rule: int, shape: tuple[Any, ...] | None, dtype: Any) -> LeafType:
     """Return the type of leaves whose shape and dtype make sense."""
     if shape is None:
         return LeafType(rule, None, None, 0)
     for size in shape:
-        if getattr(size, "dimension_as_value", None) is not None:  # as JAX itself knows them
-            raise TypeError(
-                f"the dimension {size} of the shape {shape} is symbolic, so its bytes cannot be "
-                "counted; plan with a number in its place. named_shardings takes it as it is"
-            )
         if not isinstance(size, int | np.integer) or isinstance(size, bool):
             raise TypeError(
                 f"a dimension of the shape {brief(shape)} is {shown(size)}, not an integer"
@@ -212,115 +220,6 @@ def checked_type(rule: int, shape: tuple[Any, ...] | None, dtype: Any) -> LeafTy
     if prod([max(int(size), 1) for size in shape]) * bits > _MOST_BITS:
         raise ValueError(f"an array of shape {brief(shape)} has more bytes than can be counted")
     return LeafType(rule, tuple(map(int, shape)), dtype, bits)
-
-
-def redecided(leaves: Leaves, rules: Rules) -> Leaves:
-    """Decide the same leaves by other rules; the tree is not walked again."""
-    before, after = leaves.paths_dialect, rules.dialect
-    for name in ("keys", "separator", "hidden_key", "scalars"):
-        if getattr(before, name) != getattr(after, name):
-            raise ValueError(
-                f"the dialect {after.name} has other {name} than {before.name}, whose paths these "
-                "are: plan the tree itself with the rules"
-            )
-    first = first_rules(rules, leaves.paths)
-    count = len(leaves.paths)
-    rule_of = np.fromiter(map(first.__getitem__, leaves.paths), np.int64, count)
-    needs_none = np.array([_needs_no_rule(leaf, rules) for leaf in leaves.types], bool)
-    is_small = np.array([prod(leaf.shape or ()) < rules.min_size for leaf in leaves.types], bool)
-    rule_of[(is_small[leaves.kind_of] & (rule_of >= 0)) | needs_none[leaves.kind_of]] = (
-        NO_RULE_NEEDED
-    )
-    # AMBIGUOUS is the least that a rule's number is.
-    pairs, kind_of = np.unique(
-        leaves.kind_of * np.int64(len(rules) - AMBIGUOUS) + (rule_of - AMBIGUOUS),
-        return_inverse=True,
-    )
-    types = [
-        leaves.types[kind]._replace(rule=rule + AMBIGUOUS, steps=())
-        for kind, rule in (divmod(pair, len(rules) - AMBIGUOUS) for pair in pairs.tolist())
-    ]
-    kind_of = kind_of.astype(np.int32)
-    return Leaves(rules, leaves.tree, leaves.paths, leaves.paths, kind_of, types)
-
-
-def _needs_no_rule(leaf: LeafType, rules: Rules) -> bool:
-    """Tell whether the dialect replicates such a leaf, whatever matches its path."""
-    dialect, size = rules.dialect, prod(leaf.shape or ())
-    if dialect.min_size == "before" and size < rules.min_size:
-        return True
-    return dialect.scalars != "none" and (
-        not leaf.shape or (dialect.scalars == "size 1" and size == 1)
-    )
-
-
-def leaves_by_specs(leaves: Leaves, specs: Any, correction: Correction | None = None) -> Leaves:
-    """Decide leaves by specs or shardings, one for all or a tree of them."""
-    decided = redecided(leaves, _rules_of_specs(leaves, specs, correction))
-    return replace(decided, by_specs=True, is_corrected=correction is not None)
-
-
-_GIVE: Final = "give a PartitionSpec, a NamedSharding, or None for a leaf that nothing decides"
-
-
-def _rules_of_specs(leaves: Leaves, specs: Any, correction: Correction | None) -> Rules:
-    """Return the rules that give each leaf, surveyed by no rules, its spec in a tree of specs."""
-    from jax import tree_util
-
-    rows, treedef = tree_util.tree_flatten(leaves.tree)
-    spread = broadcast_specs("rules", leaves.tree, treedef, specs)
-    spec_of = dict(zip(rows, spread, strict=True))
-    if spread and all(spec is None for spec in spread):
-        raise TypeError(f"rules: no leaf has a spec: {shown(specs)}; {_GIVE}")
-    needs_none = [leaf.rule == NO_RULE_NEEDED for leaf in leaves.types]
-    decided = [
-        row
-        for row, kind in enumerate(leaves.kind_of.tolist())
-        if spec_of[row] is not None and not needs_none[kind]
-    ]
-    values, group_of = grouped(_rule_value(leaves.paths[row], spec_of[row]) for row in decided)
-    # No path matches two of these patterns: each lists exactly its own paths.
-    folded = fold([leaves.paths[row] for row in decided], group_of)
-    pairs = [(rf"^{''.join(_regexes(paths))}$", values[paths.group]) for paths in folded]
-    return Rules(pairs, EFORMER, correction=correction)
-
-
-def mesh_of_shardings(specs: Any) -> MeshLike | None:
-    """Return the mesh of the shardings in a tree of specs; None if they have none or several."""
-    from jax import tree_util
-
-    leaves = tree_util.tree_leaves(specs, is_leaf=is_spec)
-    meshes = {sharding.mesh for sharding in leaves if is_named_sharding(sharding)}
-    return meshes.pop() if len(meshes) == 1 else None
-
-
-def _rule_value(path: str, spec: Any) -> Any:
-    """Return what a rule says for this spec or sharding."""
-    if is_spec_of_mesh(spec):
-        return spec
-    if not is_named_sharding(spec):
-        raise TypeError(f"rules: for the leaf {path} the spec is {shown(spec)}; {_GIVE}")
-    memory: Any = memory_apart(spec)
-    return spec.spec if memory is None else RuleSpec(spec.spec, memory_kind=memory)
-
-
-def _regexes(folded: Folded) -> Iterator[str]:
-    for place, part in enumerate(folded.parts):
-        if place % 2 == 0:
-            yield re.escape(part).replace(r"\-", "-")
-        else:
-            numbers = (str(number) for run in runs_of(part.strip("{}")) for number in run)
-            yield f"({'|'.join(numbers)})"
-
-
-_Key = TypeVar("_Key", bound=Hashable)
-
-
-def grouped(keys: Iterable[_Key]) -> tuple[list[_Key], np.ndarray[tuple[int], np.dtype[np.int32]]]:
-    """Return the distinct keys in order, and per key the index of its equal among them."""
-    numbers: dict[_Key, int] = {}
-    column = [numbers.setdefault(key, len(numbers)) for key in keys]
-    return list(numbers), np.array(column, np.int32)
 
 
 def survey_named(tree: Any, rules: LogicalRules, names: Any = None) -> Leaves:
@@ -389,6 +288,9 @@ def _may_have_boxes() -> bool:
     return bool(box_types() or variable_types() or named_array_types())
 
 
+_PLAIN: Final = re.compile(r"[\w-]+")
+
+
 def check_rules_are_for_paths(leaves: Leaves, rules: Rules, tree: Any) -> None:
     """Check that rules for paths are not logical axis rules for the tree's boxes."""
     if not _may_have_boxes():
@@ -409,35 +311,124 @@ def check_rules_are_for_paths(leaves: Leaves, rules: Rules, tree: Any) -> None:
         )
 
 
-class _RoleNames(NamedTuple):
-    """Names of whole components of paths, as patterns."""
-
-    anywhere: str
-    at_top: str
-    words: tuple[str, ...]
-    """Parts of the names. Most trees have none of them, and most paths of the others neither;
-    looking for a word is ten times as fast as the pattern."""
-
-    def found_in(self, paths: list[str]) -> npt.NDArray[np.bool_]:
-        """Tell which paths have such a component."""
-        text = "\n".join(paths)
-        if not (present := [word for word in self.words if word in text]):
-            return np.zeros(len(paths), np.bool_)
-        begin, end = r"[/.\[\]']", r"(?:[/.\[\]']|$)"
-        names = rf"(?:(?:^|{begin})(?:{self.anywhere})|^{begin}*(?:{self.at_top})){end}"
-        search = re.compile(names).search
-        found = [any(word in path for word in present) and bool(search(path)) for path in paths]
-        return np.array(found, np.bool_)
+def first_rules(rules: Rules, paths: Iterable[str]) -> dict[str, int]:
+    """Return, per path, the index of the rule that decides it, or UNMATCHED or AMBIGUOUS."""
+    matcher = matcher_of(rules).for_whole_paths()
+    decided = matcher.decide(
+        dict.fromkeys(paths, 0),
+        matcher.rule_indices(),
+        NO_RULE_NEEDED,
+        UNMATCHED,
+        AMBIGUOUS,
+        strict=False,
+    )
+    return decided.tree  # type: ignore[no-any-return]
 
 
-# flax's, EasyLM's, EasyDeL's and Levanter's train states, nnx.Optimizer and orbax checkpoints of
-# them; Paxml and haiku; T5X. At the top alone, where no layer is called so: big_vision and others.
-_OPTIMIZER: Final = _RoleNames(
-    "_?opt_states?|optimizer_states?|param_states", "opt|optim|optimizer", ("opt", "param_states")
-)
-# And averages of the parameters: diffusers, scenic, haiku; at the top alone those of optax.ema.
-_STATE: Final = _RoleNames(
-    f"{_OPTIMIZER.anywhere}|_?ema_params|params_ema|ema_state|ema_model|model_ema",
-    f"{_OPTIMIZER.at_top}|_?ema",
-    (*_OPTIMIZER.words, "ema"),
-)
+def redecided(leaves: Leaves, rules: Rules) -> Leaves:
+    """Decide the same leaves by other rules; the tree is not walked again."""
+    before, after = leaves.paths_dialect, rules.dialect
+    for name in ("keys", "separator", "hidden_key", "scalars"):
+        if getattr(before, name) != getattr(after, name):
+            raise ValueError(
+                f"the dialect {after.name} has other {name} than {before.name}, whose paths these "
+                "are: plan the tree itself with the rules"
+            )
+    first = first_rules(rules, leaves.paths)
+    count = len(leaves.paths)
+    rule_of = np.fromiter(map(first.__getitem__, leaves.paths), np.int64, count)
+    needs_none = np.array([_needs_no_rule(leaf, rules) for leaf in leaves.types], bool)
+    is_small = np.array([prod(leaf.shape or ()) < rules.min_size for leaf in leaves.types], bool)
+    rule_of[(is_small[leaves.kind_of] & (rule_of >= 0)) | needs_none[leaves.kind_of]] = (
+        NO_RULE_NEEDED
+    )
+    # AMBIGUOUS is the least that a rule's number is.
+    pairs, kind_of = np.unique(
+        leaves.kind_of * np.int64(len(rules) - AMBIGUOUS) + (rule_of - AMBIGUOUS),
+        return_inverse=True,
+    )
+    types = [
+        leaves.types[kind]._replace(rule=rule + AMBIGUOUS, steps=())
+        for kind, rule in (divmod(pair, len(rules) - AMBIGUOUS) for pair in pairs.tolist())
+    ]
+    kind_of = kind_of.astype(np.int32)
+    return Leaves(rules, leaves.tree, leaves.paths, leaves.paths, kind_of, types)
+
+
+def _needs_no_rule(leaf: LeafType, rules: Rules) -> bool:
+    """Tell whether the dialect replicates such a leaf, whatever matches its path."""
+    dialect, size = rules.dialect, prod(leaf.shape or ())
+    if dialect.min_size == "before" and size < rules.min_size:
+        return True
+    return dialect.scalars != "none" and (
+        not leaf.shape or (dialect.scalars == "size 1" and size == 1)
+    )
+
+
+def mesh_of_shardings(specs: Any) -> MeshLike | None:
+    """Return the mesh of the shardings in a tree of specs; None if they have none or several."""
+    from jax import tree_util
+
+    leaves = tree_util.tree_leaves(specs, is_leaf=is_spec)
+    meshes = {sharding.mesh for sharding in leaves if is_named_sharding(sharding)}
+    return meshes.pop() if len(meshes) == 1 else None
+
+
+def leaves_by_specs(leaves: Leaves, specs: Any, correction: Correction | None = None) -> Leaves:
+    """Decide leaves by specs or shardings, one for all or a tree of them."""
+    decided = redecided(leaves, _rules_of_specs(leaves, specs, correction))
+    return replace(decided, by_specs=True, is_corrected=correction is not None)
+
+
+_GIVE: Final = "give a PartitionSpec, a NamedSharding, or None for a leaf that nothing decides"
+
+
+def _rules_of_specs(leaves: Leaves, specs: Any, correction: Correction | None) -> Rules:
+    """Return the rules that give each leaf, surveyed by no rules, its spec in a tree of specs."""
+    from jax import tree_util
+
+    rows, treedef = tree_util.tree_flatten(leaves.tree)
+    spread = broadcast_specs("rules", leaves.tree, treedef, specs)
+    spec_of = dict(zip(rows, spread, strict=True))
+    if spread and all(spec is None for spec in spread):
+        raise TypeError(f"rules: no leaf has a spec: {shown(specs)}; {_GIVE}")
+    needs_none = [leaf.rule == NO_RULE_NEEDED for leaf in leaves.types]
+    decided = [
+        row
+        for row, kind in enumerate(leaves.kind_of.tolist())
+        if spec_of[row] is not None and not needs_none[kind]
+    ]
+    values, group_of = grouped(_rule_value(leaves.paths[row], spec_of[row]) for row in decided)
+    # No path matches two of these patterns: each lists exactly its own paths.
+    folded = fold([leaves.paths[row] for row in decided], group_of)
+    pairs = [(rf"^{''.join(_regexes(paths))}$", values[paths.group]) for paths in folded]
+    return Rules(pairs, EFORMER, correction=correction)
+
+
+def _rule_value(path: str, spec: Any) -> Any:
+    """Return what a rule says for this spec or sharding."""
+    if is_spec_of_mesh(spec):
+        return spec
+    if not is_named_sharding(spec):
+        raise TypeError(f"rules: for the leaf {path} the spec is {shown(spec)}; {_GIVE}")
+    memory: Any = memory_apart(spec)
+    return spec.spec if memory is None else RuleSpec(spec.spec, memory_kind=memory)
+
+
+def _regexes(folded: Folded) -> Iterator[str]:
+    for place, part in enumerate(folded.parts):
+        if place % 2 == 0:
+            yield re.escape(part).replace(r"\-", "-")
+        else:
+            numbers = (str(number) for run in runs_of(part.strip("{}")) for number in run)
+            yield f"({'|'.join(numbers)})"
+
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def grouped(keys: Iterable[_Key]) -> tuple[list[_Key], np.ndarray[tuple[int], np.dtype[np.int32]]]:
+    """Return the distinct keys in order, and per key the index of its equal among them."""
+    numbers: dict[_Key, int] = {}
+    column = [numbers.setdefault(key, len(numbers)) for key in keys]
+    return list(numbers), np.array(column, np.int32)

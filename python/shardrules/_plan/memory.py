@@ -101,7 +101,7 @@ class Training:
                     size = device_bytes(kind.shape, bits, counted, plan.axis_sizes)
                 parts["host" if is_on_host(memory or kind.memory_kind) else part] += count * size
 
-        _, of_state, of_gradients = params._leaves.counts_by_role
+        of_state, of_gradients = params._leaves.counts_by_role
         add("params", params, params.counts - of_state)
         add("optimizer", params, of_state)
         if self.gradients is not None and self.gradients is not False:
@@ -127,7 +127,7 @@ class Training:
 
 def _check_is_first(params: Plan) -> None:
     """Check that no optimizer's state is in the tree, which would count twice."""
-    if rows := params._leaves.rows_by_role.optimizer.tolist():
+    if rows := params._leaves.optimizer_rows:
         raise ValueError(
             f"optimizer: the tree has the state of one already, {params.paths[rows[0]]} by its "
             "name: leave it out here, or plan the parameters alone"

@@ -82,7 +82,7 @@ def put_state(
         raise ValueError(f"zero1: the mesh {params.axis_sizes} has no axis {zero1!r}")
     is_state = [False] * len(leaves.paths)
     if zero1 is not None or memory_kind is not None:
-        for row in leaves.rows_by_role.optimizer.tolist() or range(len(leaves.paths)):
+        for row in leaves.optimizer_rows or range(len(leaves.paths)):
             is_state[row] = True
     # A row of _NONE is the last, and the kind of it none.
     kind_of_parameter = [*params.kind_of.tolist(), _NONE]
