@@ -145,12 +145,6 @@ def test_what_is_nowhere_is_an_error_with_near_paths(folded, asked):
     )
 
 
-def test_programs_ask_for_one_path(folded):
-    """A leaf that goes must not become another's answer."""
-    with pytest.raises(KeyError, match=r"'mlp/w'; near it: layers/\{0\.\.11\}/mlp/w"):
-        folded.kind("mlp/w")
-
-
 def test_paths_of_other_dialects():
     tree = {"model": [{"up": {"w": LEAF}}] * 3, "head": LEAF}
     plan = sr.plan(tree, sr.Rules([("", "tp")], sr.dialects.KEYSTR), {"tp": 2})

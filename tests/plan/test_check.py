@@ -99,7 +99,7 @@ def test_a_state_inherits_what_a_threshold_exempts():
 @pytest.mark.parametrize(("size", "policy", "parts"), [(8, "prefix", 8), (4, "drop_axis", 4)])
 def test_the_advised_correction_keeps_what_is_said(size, policy, parts):
     rules = sr.Rules([("w", (("fsdp", "tp"),))], correction=sr.Correction(indivisible=policy))
-    kind = sr.plan({"w": array(size, 16)}, rules, MESH).kind("w")
+    kind = sr.plan({"w": array(size, 16)}, rules, MESH).explain("w").kind
     assert kind.device_bytes * parts == kind.bytes
 
 
@@ -114,7 +114,7 @@ def test_who_follows_the_advice_shares_heads_on_purpose(heads, unit, parts):
     correction = sr.Correction(indivisible="prefix")
     rules = sr.Rules(sr.Rules([("w", spec)]).with_axes(axes), correction=correction)
     plan = sr.plan(tree, rules, mesh)
-    assert plan.kind("w").spec == (None, "kv")
+    assert plan.explain("w").kind.spec == (None, "kv")
     if parts == heads:
         plan.check(large=1).raise_for("warning")
 
@@ -341,7 +341,7 @@ def test_a_scale_is_not_to_be_padded():
     scale = sr.Companion("_scale$", "", dims=(0,))
     tree = {"w": array(6, 8), "w_scale": array(6)}
     plan = sr.plan(tree, [("w$", P("tp"))], MESH, companions=[scale])
-    losses = {path: plan.kind(path).losses for path in tree}
+    losses = {path: plan.explain(path).kind.losses for path in tree}
     assert {path: one.fix.partition(", or ")[0] for path, (one,) in losses.items()} == {
         "w": "use fewer axes or pad the array",
         "w_scale": "use fewer axes",
@@ -362,12 +362,12 @@ def test_what_is_lost_is_data_beside_its_words():
     """Which leaves lose alike was told by comparing and searching sentences."""
     tree, rules = {"a": array(6, 8), "b": array(10, 8)}, [("a", P("tp", "sp")), ("b", P(("tpp", "fsdp"), None))]
     plan = sr.plan(tree, rules, MESH)
-    assert {path: [tuple(one)[:5] for one in plan.kind(path).losses] for path in tree} == {
+    assert {path: [tuple(one)[:5] for one in plan.explain(path).kind.losses] for path in tree} == {
         "a": [("indivisible", 0, ("tp",), (), ()), ("absent", 1, ("sp",), (), ())],
         "b": [("absent", 0, ("tpp",), ("tp",), ()), ("indivisible", 0, ("fsdp",), (), ())],
     }
     # Of 320 bytes tp=4 would leave 80, and fsdp=8 40.
-    assert [one.bytes for one in plan.kind("b").losses] == [240, 280]
+    assert [one.bytes for one in plan.explain("b").kind.losses] == [240, 280]
 
 
 @pytest.mark.parametrize("dialect", [sr.dialects.KEYSTR, sr.dialects.KERAS, sr.dialects.NNX, sr.dialects.EASYLM])

@@ -115,7 +115,7 @@ def test_square_factors_differ():
     plan = plan_of()
     tx = optax.scale_by_factored_rms(min_dim_size_to_factor=16)
     derived = plan.for_optimizer(jax.eval_shape(tx.init, params()))
-    factors = {derived.kind(f"{name}/layers/0/kernel").spec for name in ("v_row", "v_col")}
+    factors = {derived.explain(f"{name}/layers/0/kernel").kind.spec for name in ("v_row", "v_col")}
     assert factors == {P("fsdp"), P("tp")}
     told = str(derived.explain("v_row/layers/0/kernel"))
     assert re.search(r"derived +the parameter's without dim \d \(factored moment\)", told)
@@ -127,8 +127,8 @@ def test_histories_and_layer_norms():
     plan = plan_of()
     lbfgs = jax.eval_shape(optax.scale_by_lbfgs(5).init, params())
     derived = plan.for_optimizer(lbfgs)
-    assert derived.kind("diff_params_memory/embed").spec == P(None, "tp", "fsdp")
-    assert derived.kind("params/embed").spec == P("tp", "fsdp")
+    assert derived.explain("diff_params_memory/embed").kind.spec == P(None, "tp", "fsdp")
+    assert derived.explain("params/embed").kind.spec == P("tp", "fsdp")
     novograd = plan.for_optimizer(jax.eval_shape(optax.novograd(1e-3).init, params()))
     assert novograd.specs()[0].nu["embed"] == P()
 
@@ -161,7 +161,7 @@ def test_nnx_optimizer():
     moments = [path for path in derived.paths if "/mu/" in path or "/nu/" in path]
     assert len(moments) == 4
     for path in moments:
-        assert derived.kind(path).spec == (P("fsdp", "tp") if "kernel" in path else P("tp")), path
+        assert derived.explain(path).kind.spec == (P("fsdp", "tp") if "kernel" in path else P("tp")), path
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_zero1_chooses_a_dimension(shape, spec, expected):
     plan = sr.plan({"w": abstract(*shape)}, [("w", spec)], SIZES)
     derived = plan.for_optimizer({"mu": {"w": abstract(*shape)}}, zero1="dp")
     assert derived.specs()["mu"]["w"] == expected
-    told = derived.kind("mu/w").origin.endswith(", cut by dp too (ZeRO-1)")
+    told = derived.explain("mu/w").kind.origin.endswith(", cut by dp too (ZeRO-1)")
     assert told == (expected != plan.specs()["w"])
 
 
@@ -248,10 +248,10 @@ def test_keras_optimizers_find_their_parameters(keras, name):
         for path in derived.paths:
             if re.fullmatch(rf".*/{flat}_[a-z_]+", path):
                 assert derived.explain(path).source == variable.path, path
-                assert derived.kind(path).spec == plan.kind(variable.path).spec, path
+                assert derived.explain(path).kind.spec == plan.explain(variable.path).kind.spec, path
                 followed += 1
     assert followed >= 2 * len(model.trainable_variables)
-    assert tuple(derived.kind(f"{optimizer.name}/iteration").spec) == ()
+    assert tuple(derived.explain(f"{optimizer.name}/iteration").kind.spec) == ()
 
 
 def test_a_flat_name_of_several_parameters_is_that_of_none():
@@ -262,8 +262,8 @@ def test_a_flat_name_of_several_parameters_is_that_of_none():
     plan = sr.plan({**same, "other": abstract(8, 8)}, rules, SIZES)
     state = {"a_b_c_momentum": abstract(8, 8), "other_momentum": abstract(8, 8)}
     derived = plan.for_optimizer(state)
-    assert derived.kind("other_momentum").spec == P("fsdp", "tp")
-    kind = derived.kind("a_b_c_momentum")
+    assert derived.explain("other_momentum").kind.spec == P("fsdp", "tp")
+    kind = derived.explain("a_b_c_momentum").kind
     assert tuple(kind.spec) == ()
     assert kind.origin == "no parameter is found by its path: replicated"
 
@@ -274,7 +274,7 @@ def test_the_longest_path_of_whole_components():
     plan = sr.plan(tree, rules, SIZES)
     derived = plan.for_optimizer({"mu": {"ab": {"w": abstract(8)}, "b": {"w": abstract(8)}}})
     assert derived.sources == ["w", "b/w"]
-    assert derived.kind("mu/ab/w").spec == P("dp")
+    assert derived.explain("mu/ab/w").kind.spec == P("dp")
     nested = sr.plan({"mu": {"w": abstract(8)}, "w": abstract(8)}, [("mu", P("tp")), *rules], SIZES)
     assert nested.for_optimizer({"0": {"mu": {"w": abstract(8)}}}).sources == ["mu/w"]
 
@@ -311,26 +311,28 @@ def test_what_is_not_known_is_told():
     state = {"embed": abstract(64, 33), "layers": abstract(128, 128), "count": abstract()}
     derived = plan.for_optimizer(state, zero1=None)
     assert set(jax.tree.leaves(derived.specs())) == {P()}
-    assert "no known relation to the parameter's (64, 32)" in derived.kind("embed").origin
+    assert "no known relation to the parameter's (64, 32)" in derived.explain("embed").kind.origin
     for path in ("layers", "count"):
-        assert "no parameter is found by its path" in derived.kind(path).origin
-    assert derived.kind("layers").rule is None
-    assert derived.kind("layers").status == "placed"
+        assert "no parameter is found by its path" in derived.explain(path).kind.origin
+    assert derived.explain("layers").kind.rule is None
+    assert derived.explain("layers").kind.status == "placed"
     # A square kernel's moment that is no v_row or v_col could lack either dimension.
     derived = plan.for_optimizer({"m": {"layers": [{"kernel": abstract(32)}, {"kernel": abstract(48)}]}})
-    assert "no known relation" in derived.kind("m/layers/0/kernel").origin
-    assert derived.kind("m/layers/1/kernel").spec == P("tp")
+    assert "no known relation" in derived.explain("m/layers/0/kernel").kind.origin
+    assert derived.explain("m/layers/1/kernel").kind.spec == P("tp")
 
 
 def test_losses_and_problems_are_the_parameters():
     plan = plan_of()
     derived = plan.for_optimizer({"mu": params()})
-    mine, theirs = derived.kind("mu/odd/kernel"), plan.kind("odd/kernel")
+    mine, theirs = derived.explain("mu/odd/kernel").kind, plan.explain("odd/kernel").kind
     assert mine.losses == theirs.losses != ()
     half = plan.for_optimizer({"mu": {"odd": {"kernel": abstract(7, 16, dtype="bfloat16")}}})
-    assert half.kind("mu/odd/kernel").losses == tuple(loss._replace(bytes=loss.bytes // 2) for loss in theirs.losses)
+    assert half.explain("mu/odd/kernel").kind.losses == tuple(
+        loss._replace(bytes=loss.bytes // 2) for loss in theirs.losses
+    )
     unmatched = sr.plan({"x": abstract(4)}, RULES, SIZES).for_optimizer({"mu": {"x": abstract(4)}})
-    assert unmatched.kind("mu/x").status == "unmatched"
+    assert unmatched.explain("mu/x").kind.status == "unmatched"
 
 
 def test_stacks_with_units_corrections_and_truncation():
@@ -338,12 +340,12 @@ def test_stacks_with_units_corrections_and_truncation():
     rules = [("layers/0/exact", exact), ("layers/0/cut", ("fsdp", "tp", "dp")), (".*", None)]
     tree = {"layers": {"exact": abstract(4, 16, 24), "cut": abstract(4, 16, 16), "b": abstract(4)}}
     plan = sr.plan(tree, rules, SIZES, companions=[sr.stacked("layers", mesh_axis="dp")])
-    assert "dim 2 of size 24 is not divisible by tp=2 in multiples of 8" in plan.kind("layers/exact").message
-    assert plan.kind("layers/cut").spec == ("dp", "fsdp", "tp")
-    assert plan.kind("layers/b").spec == ("dp",)
+    assert "dim 2 of size 24 is not divisible by tp=2 in multiples of 8" in plan.explain("layers/exact").kind.message
+    assert plan.explain("layers/cut").kind.spec == ("dp", "fsdp", "tp")
+    assert plan.explain("layers/b").kind.spec == ("dp",)
     wide = sr.plan({"layers": {"exact": abstract(4, 16, 32)}}, rules, SIZES, companions=[sr.stacked("layers")])
-    assert wide.kind("layers/exact").spec == (None, "fsdp", "tp")
-    assert "dims (-, 0, 1)" in wide.kind("layers/exact").origin
+    assert wide.explain("layers/exact").kind.spec == (None, "fsdp", "tp")
+    assert "dims (-, 0, 1)" in wide.explain("layers/exact").kind.origin
 
 
 @pytest.mark.parametrize(("rank", "expected"), [("truncate", (None, "fsdp")), ("replicate", ()), ("error", None)])
@@ -405,7 +407,7 @@ FOLLOWING = {
 def test_leaves_follow_the_rule_of_a_base(case):
     tree, rules, companions, expected = FOLLOWING[case]
     plan = sr.plan(tree, rules, SIZES, companions=companions)
-    assert {path: (P(*plan.kind(path).spec), plan.explain(path).source) for path in expected} == expected
+    assert {path: (P(*plan.explain(path).kind.spec), plan.explain(path).source) for path in expected} == expected
     moments = plan.for_optimizer(jax.eval_shape(optax.adam(1e-3).init, tree))
     assert moments.specs()[0].mu == plan.specs()
     assert {path: moments.explain(f"0/mu/{path}").source for path in expected} == {

@@ -98,7 +98,7 @@ def test_corrections_units_and_flags():
         wanted, found = rule_spec(wanted), rule_spec(found)
         assert tuple(wanted.spec) == tuple(found.spec)
         assert replace(wanted, spec=None) == replace(found, spec=None)
-    assert back.kind("layers:0:b").spec[0] is P.UNCONSTRAINED
+    assert back.explain("layers:0:b").kind.spec[0] is P.UNCONSTRAINED
 
 
 def test_specs_that_are_made_from_shapes():

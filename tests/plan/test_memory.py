@@ -29,7 +29,7 @@ def test_companions_are_in_the_memory_of_their_base():
     tree = {"wq": {"kernel": array(16, 8), "lora_a": array(16, 2)}}
     rules = [("wq/kernel", on_host(("fsdp", "tp")))]
     plan = sr.plan(tree, rules, SIZES, companions=sr.LORA)
-    assert plan.kind("wq/lora_a").memory_kind == "pinned_host"
+    assert plan.explain("wq/lora_a").kind.memory_kind == "pinned_host"
 
 
 @not_on_jax_0_7
@@ -78,7 +78,7 @@ STATE = ({"count": array(dtype="int32")}, {"mu": TREE, "nu": TREE})
 
 class TestOptimizer:
     def kinds(self, plan):
-        return {path: plan.kind(path).memory_kind for path in plan.paths}
+        return {path: plan.explain(path).kind.memory_kind for path in plan.paths}
 
     @pytest.mark.parametrize("kind", [None, *MEMORY_KINDS])
     def test_a_leaf_is_where_its_parameter_is_or_where_it_is_told_to_be(self, kind):
@@ -108,7 +108,7 @@ class TestLocksAndDiffs:
     def test_a_lock_holds_the_kinds(self):
         plan = sr.plan(TREE, [*RULES[:2], ("", on_host((), "device"))], SIZES)
         back = check_round_trip(plan)
-        assert all(back.kind(path).memory_kind == plan.kind(path).memory_kind for path in plan.paths)
+        assert all(back.explain(path).kind.memory_kind == plan.explain(path).kind.memory_kind for path in plan.paths)
         assert [getattr(spec, "memory_kind", None) for _, spec in back.rules] == ["pinned_host", None, "device"]
 
     def test_what_says_nothing_of_memory_has_the_locks_and_fingerprints_of_before(self):

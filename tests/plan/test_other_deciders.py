@@ -43,7 +43,7 @@ class TestSpecs:
         specs["layers"][1]["wq"] = P("tp")
         specs["layers"][2]["wq"] = P(None, "fsdp")
         plan = sr.plan(tree, specs, SIZES)
-        assert [tuple(plan.kind(f"layers/{i}/wq").wanted) for i in range(3)] == [
+        assert [tuple(plan.explain(f"layers/{i}/wq").kind.wanted) for i in range(3)] == [
             (), ("tp",), (None, "fsdp")]  # fmt: skip
         assert plan.specs() == jax.tree.map(lambda one: one.spec, sr.named_shardings(tree, specs, SIZES))
 
@@ -132,7 +132,7 @@ class TestPlans:
         named = sr.plan({"w": array(8, 8)}, sr.LogicalRules([("embed", "tp")]), SIZES, names=names)
         again = sr.plan({"w": array(8, 8)}, named)
         assert again.specs() == named.specs()
-        assert again.kind("w").names == ("embed", None)
+        assert again.explain("w").kind.names == ("embed", None)
 
 
 def test_companions_are_for_rules_of_paths_alone():
@@ -149,7 +149,7 @@ def test_companions_are_for_rules_of_paths_alone():
 def test_a_plan_says_how_a_spec_came_about():
     tree = {"w": array(2048, 2048), "odd": array(2049, 2049), "norm": array(2048)}
     plan = sr.plan(tree, [("", sr.fsdp("fsdp"))], {"fsdp": 8})
-    assert [tuple(plan.kind(p).wanted) for p in tree] == [(None, "fsdp"), (None, "fsdp"), ()]
+    assert [tuple(plan.explain(p).kind.wanted) for p in tree] == [(None, "fsdp"), (None, "fsdp"), ()]
     for path, text in {
         "w": "dim 1 is the largest that fsdp=8 divides",
         "odd": "dim 1 is the largest; fsdp=8 divides none",

@@ -342,8 +342,8 @@ def test_bad_leaves_are_named(bad, error, message):
         "text": leaf((4,), np.dtype("S3")),
     }
     plan = sr.plan(fine, [("", "tp")], {"tp": 2})
-    assert [plan.kind(path).shape for path in fine] == [(4, 2), (4, 2), (0, 4), (2**57,), (4,)]
-    assert [plan.kind(path).device_bytes for path in fine] == [16, 16, 0, 2**56, 6]
+    assert [plan.explain(path).kind.shape for path in fine] == [(4, 2), (4, 2), (0, 4), (2**57,), (4,)]
+    assert [plan.explain(path).kind.device_bytes for path in fine] == [16, 16, 0, 2**56, 6]
 
 
 def test_errors_of_leaves_name_the_path():

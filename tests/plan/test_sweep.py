@@ -59,15 +59,17 @@ def test_meshes_of_ones_own():
     plan = sr.plan({"w": array(8, 8), "n": array(4)}, [("w", "tp"), ("n", ())], {"tp": 2})
     meshes = [{"tp": 8}, {"x": 3}, {"dp": 2, "tp": 4}, {"tp": 1}]
     rows = plan.sweep(meshes)
-    assert [row.mesh for row in rows] == [{"tp": 8}, {"dp": 2, "tp": 4}, {"tp": 1}, {"x": 3}]
+    ones = dict.fromkeys(("tp", "dp", "x"), 1)
+    assert [row.mesh for row in rows] == [ones | mesh for mesh in ({"tp": 8}, {"dp": 2, "tp": 4}, {}, {"x": 3})]
     assert [row.bytes for row in rows] == [32 + 16, 64 + 16, 256 + 16, 256 + 16]
     assert [row.replicated for row in rows] == [16, 16, 272, 272]
-    assert [row.corrections for row in rows] == [0, 0, 0, 1]
+    assert [row.corrections for row in rows] == [0, 0, 0, 0]
+    assert [plan.on_mesh(row.mesh).bytes_per_device().max for row in rows] == [row.bytes for row in rows]
     (row,) = plan.sweep([{"tp": 8}], gradients=True, optimizer=("float32", "float32"))
     assert (row.replicated, row.bytes) == (4 * 16, 4 * (32 + 16))
     assert all(row.fits is None for row in rows)
     assert len(str(rows).splitlines()) == 5
-    assert str(rows).splitlines()[1].startswith("tp=8 ")
+    assert str(rows).splitlines()[1].startswith("tp=8,")
     assert plan.sweep([]) == ()
 
 
@@ -95,7 +97,7 @@ def test_what_differs_little_in_bytes_is_chosen_by_tensor_parallelism(model, rul
     mesh = dict.fromkeys((*axes, "sp", "ep"), 1)
     plan = sr.plan(corpus.manifest(model).nested(corpus.abstract), rules, mesh)
     rows = plan.sweep(devices=512, axes=axes, **ADAM)
-    assert tuple(rows[0].mesh.values()) == best
+    assert tuple(rows[0].mesh.values()) == (*best, 1, 1)
     least = min(row.bytes for row in rows)
     assert rows[0].bytes <= 1.05 * least
 
@@ -112,9 +114,11 @@ def test_a_small_part_of_the_memory_is_no_reason_for_tensor_parallelism():
 
 
 def test_of_equal_bytes_and_tensor_parallelism_fewer_corrections_win():
-    plan = sr.plan({"w": array(8, 8), "n": array(4)}, [("w", "tp"), ("n", "x")], {"tp": 2})
-    rows = plan.sweep([{"tp": 2, "x": 1}, {"tp": 2, "y": 1}, {"tp": 2}])
-    assert [row.corrections for row in rows] == [0, 1, 1]
+    tree = {"w": array(80, 80), "n": array(3), "m": array(4)}
+    plan = sr.plan(tree, [("w", "tp"), ("n|m", "dp")], {"tp": 2, "dp": 1})
+    rows = plan.sweep([{"tp": 2, "dp": 2}, {"tp": 2, "dp": 1}])
+    assert [(row.mesh["dp"], row.corrections) for row in rows] == [(1, 0), (2, 1)]
+    assert rows[0].bytes > rows[1].bytes
 
 
 def test_meshes_that_do_not_fit_or_leave_leaves_without_a_spec_come_last():
@@ -129,7 +133,7 @@ def test_other_devices_and_axes():
     assert {tuple(row.mesh.items()) for row in plan.sweep()} == {
         (("dp", a), ("tp", b)) for a, b in [(1, 4), (2, 2), (4, 1)]}  # fmt: skip
     assert {tuple(row.mesh.items()) for row in plan.sweep(devices=3, axes=["tp", "x"])} == {
-        (("tp", 1), ("x", 3)), (("tp", 3), ("x", 1))}  # fmt: skip
+        (("tp", 1), ("x", 3), ("dp", 1)), (("tp", 3), ("x", 1), ("dp", 1))}  # fmt: skip
 
 
 def test_the_plan_of_a_state_is_put_on_each_mesh():

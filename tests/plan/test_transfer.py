@@ -83,7 +83,7 @@ def test_uneven_shards_and_packed_elements(mesh, other, found):
     received = dict.fromkeys(boxes(other, (), ()), 0)  # by brute force, from the boxes of both meshes
     held = dict.fromkeys(received, 0)
     for kind, path in zip(plan.kind_of.tolist(), plan.paths, strict=True):
-        before, after = plan.kinds[kind], changed.kind(path)
+        before, after = plan.kinds[kind], changed.explain(path).kind
         bits, old = bits_of(before.dtype), boxes(mesh, before.shape, entries_of(before.spec))
         for device, box in boxes(other, after.shape, entries_of(after.spec)).items():
             both = zip(old.get(device, ()), box, strict=False)

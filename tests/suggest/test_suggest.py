@@ -122,7 +122,10 @@ def test_names_that_only_some_numbers_complete_are_told_apart():
     tree = {"a5": {"w": array(256, 64)}, **{f"xa{i}": {"w": array(64, 256)} for i in range(9)}}
     found = sr.suggest(tree, MESH)
     assert_proven(found)
-    assert (found.plan.kind("a5/w").spec, found.plan.kind("xa5/w").spec) == (("tp", "fsdp"), ("fsdp", "tp"))
+    assert (found.plan.explain("a5/w").kind.spec, found.plan.explain("xa5/w").kind.spec) == (
+        ("tp", "fsdp"),
+        ("fsdp", "tp"),
+    )
 
 
 def random_names(count):
@@ -334,7 +337,7 @@ GPT_OSS = DATA / "maxtext-dumps" / "gpt-oss-20b_tpu7x-16_default.json.gz"
 
 
 def by_name(found, path):
-    return cuts(found.plan.kind(path).spec)
+    return cuts(found.plan.explain(path).kind.spec)
 
 
 def gpt_oss():

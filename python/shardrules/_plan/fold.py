@@ -251,8 +251,8 @@ class PathMatch(NamedTuple):
     """How many they are."""
 
 
-def find(plan: Plan, path: str, *, exactly: bool = False) -> PathMatch:
-    """Return the leaves of this path, which may be folded; or, unless exactly, a glob or an end."""
+def find(plan: Plan, path: str) -> PathMatch:
+    """Return the leaves of this path, which may be folded, a glob, or the end of paths."""
     row = plan._leaves.rows.get(path)
     if row is not None:
         return PathMatch(row, 1)
@@ -261,10 +261,9 @@ def find(plan: Plan, path: str, *, exactly: bool = False) -> PathMatch:
     if path in patterns:
         rows = folded[patterns.index(path)].rows
         return PathMatch(int(rows[0]), len(rows))
-    rows_like = _rows_like(path, plan) if path and not exactly else []
+    rows_like = _rows_like(path, plan) if path else []
     if not rows_like:
-        hint = "plan.paths lists them" if exactly else "a glob such as '*mlp*' finds what is inside"
-        near = near_shown(path, patterns) or f"; {hint}"
+        near = near_shown(path, patterns) or "; a glob such as '*mlp*' finds what is inside"
         raise _PathError(f"no leaf has the path {brief(path)}{near}")
     distinct = set(rows_like)
     candidates = [

@@ -40,7 +40,7 @@ class Loss(NamedTuple):
     Example:
         >>> import jax, shardrules as sr
         >>> plan = sr.plan({"w": jax.ShapeDtypeStruct((6,), "float32")}, [("w", "tp")], {"tp": 4})
-        >>> (loss,) = plan.kind("w").losses
+        >>> (loss,) = plan.explain("w").kind.losses
         >>> loss.kind, loss.axes, loss.bytes
         ('indivisible', ('tp',), 18)
     """

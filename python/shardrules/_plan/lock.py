@@ -48,7 +48,7 @@ from shardrules._plan.leaves import (
 
 if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
-    from shardrules._plan.resolve import OnMesh, SizedMesh
+    from shardrules._plan.resolve import PutOnMesh, SizedMesh
 
 FORMAT: Final = "shardrules lock 3"
 MOST_TEXT: Final = 10**8
@@ -119,7 +119,7 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest).encode()).hexdigest()
 
 
-def read_lock(data: bytes, name: str) -> tuple[OnMesh, dict[str, int]]:
+def read_lock(data: bytes, name: str) -> tuple[PutOnMesh, dict[str, int]]:
     """Read what puts a plan on its mesh, and the mesh, from a lock's content."""
     content = parse_json(Path(name), data)
     with naming(name, _FIX):

@@ -17,8 +17,8 @@ from shardrules._plan.kinds import axes_used, device_bytes
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from shardrules._place.mesh import MeshLike
     from shardrules._plan.plan import Plan
-    from shardrules._plan.resolve import SizedMesh
 
 
 @answer
@@ -74,12 +74,12 @@ class Training:
         if not isinstance(self.optimizer, Decider | None):
             object.__setattr__(self, "optimizer", as_tuple("optimizer", self.optimizer, _MOMENTS))
 
-    def on(self, mesh: SizedMesh) -> Training:
+    def on(self, mesh: MeshLike) -> Training:
         """Return the same on another mesh."""
         optimizer: Any = self.optimizer
         if optimizer is None or isinstance(optimizer, tuple):
             return self
-        return replace(self, optimizer=optimizer._on(mesh))
+        return replace(self, optimizer=optimizer.on_mesh(mesh))
 
     def bytes_with(self, params: Plan, *, only_whole: bool = False) -> DeviceBytes:
         """Count bytes of the parameters and of what training adds; or of uncut arrays alone."""
@@ -135,7 +135,7 @@ def _check_is_first(params: Plan) -> None:
 
 
 def _check_same_mesh(optimizer: Plan, params: Plan) -> None:
-    if not params._is_on(optimizer.axis_sizes):
+    if [*params.axis_sizes.items()] != [*optimizer.axis_sizes.items()]:
         raise ValueError(
             f"the optimizer's plan is for the mesh {optimizer.axis_sizes}, this one for "
             f"{params.axis_sizes}"

@@ -47,9 +47,9 @@ from shardrules._plan.align import (
 from shardrules._plan.findings import NOTHING, CheckKind, Declared, Findings, Level, all_declared
 from shardrules._plan.fold import Folded, find
 from shardrules._plan.kinds import DEFAULT_LARGE, Kind, Spec, coverage_of
-from shardrules._plan.leaves import Leaves, axes_said, leaves_by_specs, redecided, survey
+from shardrules._plan.leaves import axes_said, leaves_by_specs, redecided, survey
 from shardrules._plan.memory import DeviceBytes, Training
-from shardrules._plan.resolve import OnMesh, SizedMesh, put_by_rules, sized_mesh
+from shardrules._plan.resolve import PutOnMesh, SizedMesh, put_by_rules, sized_mesh
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.matcher import Coverage
 from shardrules._rules.rules import Rules
@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     from shardrules._program.topologies.topology import Topology
 
 _SECTIONS: Final = "what has a section: [plan.sweep(), proof.program, shardrules.suggest(model)]"
-_PATH: Final = "a string, as in plan.paths, such as 'layers/0/w' for JAX's keys of that leaf"
 
 
 @answer
@@ -99,21 +98,15 @@ class Plan(Decider):
 
     def __init__(
         self,
-        _leaves: Leaves,
-        _kinds: list[Kind],
+        _put: PutOnMesh,
         _mesh: SizedMesh,
-        _on_mesh: OnMesh,
         _declared: Declared = NOTHING,
     ) -> None:
-        self._leaves, self._mesh = _leaves, _mesh
-        self._on_mesh, self._declared = _on_mesh, _declared
-        self.rules, self.paths, self.sources = _leaves.rules, _leaves.paths, _leaves.sources
-        self.kind_of, self.kinds = _leaves.kind_of, _kinds
-        self.mesh, self.axis_sizes, _ = _mesh
-
-    @classmethod
-    def _of(cls, on_mesh: OnMesh, mesh: SizedMesh, declared: Declared = NOTHING) -> Plan:
-        return cls(*on_mesh(mesh), mesh, on_mesh, declared)
+        self._put, self._mesh, self._declared = _put, _mesh, _declared
+        self.mesh, self.axis_sizes = _mesh
+        self._leaves, self.kinds = leaves, _ = _put(_mesh)
+        self.rules, self.paths, self.sources = leaves.rules, leaves.paths, leaves.sources
+        self.kind_of = leaves.kind_of
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
@@ -183,7 +176,7 @@ class Plan(Decider):
             >>> plan.on_mesh({"tp": 8}).bytes_per_device().max
             16
         """
-        return Plan._of(self._on_mesh, sized_mesh(mesh), self._declared)
+        return self._on(sized_mesh(mesh))
 
     def with_rules(self, rules: RulesLike) -> Plan:
         """Plan the same leaves and mesh by other rules; the tree is not walked again.
@@ -221,7 +214,7 @@ class Plan(Decider):
         else:
             leaves = leaves_by_specs(self._leaves, rules)
         # What was declared is about the rules of this plan.
-        return Plan._of(partial(put_by_rules, leaves), self._mesh)
+        return Plan(partial(put_by_rules, leaves), self._mesh)
 
     def for_optimizer(
         self, state: Any, *, zero1: str | None = None, memory_kind: MemoryKind | None = None
@@ -283,8 +276,8 @@ class Plan(Decider):
         if all(leaf.shape is None for leaf in leaves.types):
             check_arrays("state", state)
         followed = find_parameters(self._leaves, leaves, said)
-        on_mesh = partial(put_state, self, leaves, followed, zero1=zero1, memory_kind=memory_kind)
-        return Plan._of(on_mesh, self._mesh, self._declared)
+        put = partial(put_state, self, leaves, followed, zero1=zero1, memory_kind=memory_kind)
+        return Plan(put, self._mesh, self._declared)
 
     def check(
         self,
@@ -395,8 +388,8 @@ class Plan(Decider):
         """Put the leaves and rules on many meshes: bytes per device, and what fits.
 
         Args:
-            meshes: The meshes, each of which may lack axes of the others. Default: all
-                factorizations of `devices` over `axes`.
+            meshes: The meshes; those of the plan's and each other's axes that one lacks have size
+                1 there. Default: all factorizations of `devices` over `axes`.
             devices: Devices of these factorizations; or the name of a `Topology`, such as
                 "v5p:8x8x8", for the meshes that JAX builds on it without splitting a dimension of
                 the torus. Default: as many as the plan has.
@@ -500,7 +493,8 @@ class Plan(Decider):
         """
         from shardrules._plan.report import explanation
 
-        check_type("path", path, str, _PATH)
+        keys = "a string, as in plan.paths, such as 'layers/0/w' for JAX's keys of that leaf"
+        check_type("path", path, str, keys)
         return explanation(self, *find(self, path))
 
     def specs(self) -> Any:
@@ -602,8 +596,8 @@ class Plan(Decider):
         from shardrules._plan.lock import content_of, read_lock
 
         check_type("lock", lock, str | os.PathLike, "a lock's text, or the path of its file")
-        on_mesh, axis_sizes = read_lock(*content_of(lock, "Plan.lock"))
-        return cls._of(on_mesh, sized_mesh(axis_sizes))
+        put, axis_sizes = read_lock(*content_of(lock, "Plan.lock"))
+        return cls(put, sized_mesh(axis_sizes))
 
     def to_html(
         self,
@@ -658,34 +652,18 @@ class Plan(Decider):
             write_text(path, page)
         return page
 
-    def kind(self, path: str) -> Kind:
-        """Return the kind of the leaf of this path, which may be folded.
-
-        Raises:
-            KeyError: No leaf has this path; the message has the nearest ones.
-        """
-        check_type("path", path, str, _PATH)
-        return self.kinds[int(self.kind_of[find(self, path, exactly=True).row])]
-
     def _declaring(self, declared: Declared) -> Plan:
         """Return the same plan, with what `check` is to know about its rules."""
-        return Plan(self._leaves, self.kinds, self._mesh, self._on_mesh, declared)
+        return Plan(self._put, self._mesh, declared)
 
     def _on(self, mesh: SizedMesh) -> Plan:
-        """Return the plan on the mesh; itself if it is there already."""
-        own, is_there = self._mesh, self._is_on(mesh.axis_sizes)
-        if is_there and (own.explicit_axes, own.may_lack) == (mesh.explicit_axes, mesh.may_lack):
-            return self
-        return Plan._of(self._on_mesh, mesh, self._declared)
-
-    def _is_on(self, axis_sizes: Mapping[str, int]) -> bool:
-        """Tell whether the mesh has these axes, in this order."""
-        return list(self.axis_sizes.items()) == list(axis_sizes.items())
+        """Return the plan on the mesh; itself if that is its own."""
+        return self if mesh is self._mesh else Plan(self._put, mesh, self._declared)
 
     def _for(self, tree: PlannedLeaves, mesh: MeshLike | None) -> Plan:
         """Plan another tree with leaves of this one, on this mesh or another."""
         planned = self if mesh is None else self.on_mesh(mesh)
-        return Plan._of(partial(put_as_planned, planned, tree), planned._mesh, self._declared)
+        return Plan(partial(put_as_planned, planned, tree), planned._mesh, self._declared)
 
     def _spec_of_rule(self, index: int) -> Spec:
         """Return the spec that a rule asks for; of one dimension for a logical rule."""

@@ -92,7 +92,7 @@ def plan(
         leaves = with_companions(leaves, decider.rules, records)
     else:
         leaves = leaves_by_specs(survey(tree), rules, correction)
-    planned = Plan._of(partial(put_by_rules, leaves), on)
+    planned = Plan(partial(put_by_rules, leaves), on)
     if {kind.shape for kind in planned.kinds} <= {None}:
         check_arrays("tree", tree, needs_shape=True)
     return planned

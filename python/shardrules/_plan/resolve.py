@@ -202,7 +202,7 @@ def combined(steps: tuple[DimStep, ...], entries: int) -> tuple[Dim, ...]:
     return dims or ()
 
 
-OnMesh = Callable[["SizedMesh"], tuple[Leaves, list[Kind]]]
+PutOnMesh = Callable[["SizedMesh"], tuple[Leaves, list[Kind]]]
 """A function that puts leaves on a mesh."""
 
 
@@ -211,8 +211,6 @@ class SizedMesh(NamedTuple):
 
     form: MeshLike
     axis_sizes: dict[str, int]
-    may_lack: frozenset[str] = frozenset()
-    """Axes that rules may name although it lacks them."""
 
     @property
     def explicit_axes(self) -> frozenset[str]:
@@ -248,7 +246,7 @@ class RulesOnMesh:
             rules.correction,
             manual=mesh.manual,
             as_specs=False,
-            optional_axes=mesh.may_lack.union(rules.optional_axes),
+            optional_axes=frozenset(rules.optional_axes),
         )
         self._memory_of: list[MemoryKind | None] = [memory_kind_of(value) for _, value in rules]
         self._unmatched_is_error = rules.dialect.unmatched != "replicate"
@@ -288,7 +286,7 @@ class NamesOnMesh:
     def __init__(self, rules: LogicalRules, mesh: SizedMesh) -> None:
         self._axis_sizes = mesh.axis_sizes
         self._correction = rules.correction
-        self._optional_axes = mesh.may_lack.union(rules.optional_axes)
+        self._optional_axes = frozenset(rules.optional_axes)
         self._named_with = _named_with(rules, mesh.axis_sizes)
         self._manual = mesh.manual
         # By the names alone: no rule loses to a mesh or a shape.
@@ -365,7 +363,7 @@ def _named_with(rules: LogicalRules, axis_sizes: Mapping[str, int]) -> Mapping[s
 
 
 def put_by_rules(leaves: Leaves, mesh: SizedMesh) -> tuple[Leaves, list[Kind]]:
-    """Put leaves on the mesh by their rules; see `OnMesh`."""
+    """Put leaves on the mesh by their rules; see `PutOnMesh`."""
     return leaves, list(map(bound_rules(leaves.rules, mesh).kind, leaves.types))
 
 

@@ -12,7 +12,6 @@ from shardrules._base.text import brief, bytes_shown, mesh_shown, nearest, print
 from shardrules._plan.answers import Answer, Column, Section, Table
 from shardrules._plan.memory import Training
 from shardrules._plan.path_words import data_axes_among
-from shardrules._plan.resolve import sized_mesh
 from shardrules._program.topologies.topology import Topology
 
 if TYPE_CHECKING:
@@ -143,10 +142,10 @@ def sweep_meshes(
     tried = list(itertools.islice(meshes, _MOST_MESHES + 1))
     if len(tried) > _MOST_MESHES:
         raise ValueError(f"a sweep covers at most {_MOST_MESHES:,} meshes; give fewer axes")
-    may_lack = frozenset(axis for mesh in tried if isinstance(mesh, Mapping) for axis in mesh)
-    may_lack |= plan.axis_sizes.keys()
-    on_meshes = (sized_mesh(mesh)._replace(may_lack=may_lack) for mesh in tried)
-    plans = [(plan._on(mesh), training.on(mesh)) for mesh in on_meshes]
+    # Where rules name an axis that a mesh lacks, one device along it is what is meant.
+    all_axes = dict.fromkeys([axis for mesh in (plan.axis_sizes, *tried) for axis in mesh], 1)
+    whole = [{**mesh, **{axis: 1 for axis in all_axes if axis not in mesh}} for mesh in tried]
+    plans = [(plan.on_mesh(mesh), training.on(mesh)) for mesh in whole]
     rows = [_sweep_row(*pair, hbm) for pair in plans]
     heads = few_heads_notes(on_mesh for on_mesh, _ in plans)
     best = _best_first(rows, _TIE * (hbm or 0))

@@ -64,7 +64,7 @@ def test_arrays_with_logical_names_get_rules_of_paths():
 
 def cuts_of(plan):
     """{path: the axes of each dimension}."""
-    kinds = {path: plan.kind(path) for path in plan.paths}
+    kinds = {path: plan.explain(path).kind for path in plan.paths}
     axes = {path: [*map(entry_axes, entries_of(kind.spec or ())), *[()] * 9] for path, kind in kinds.items()}
     return {path: tuple(axes[path][: len(kind.shape)]) for path, kind in kinds.items()}
 
