@@ -62,6 +62,7 @@ MAY_BE_MISSING = {
     "libtpu": not any(path.endswith("-tpu") for path in sys.path),  # where `make test-all` has it
     "moto": True,
     "OR-tools": _IS_OLDEST or _IS_NEWEST,
+    "ortools": _IS_OLDEST or _IS_NEWEST,
     "orbax-checkpoint": _IS_OLDEST,
     "s3fs": True,
     "scalax": _IS_OLDEST,

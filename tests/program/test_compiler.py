@@ -1,5 +1,6 @@
 """The compiler in a child process: what it answers, and what is left of it, however it ends."""
 
+import contextlib
 import os
 import pickle
 import signal
@@ -325,9 +326,16 @@ CALLS = {
 }
 
 
-def children_of(pid):
-    rows = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True)
-    return [row for row in rows.stdout.splitlines() if "child.py" in row and str(pid) in row]
+def children_of(folder):
+    """The command lines of children that have this folder; `ps` is asked where there is no /proc."""
+    commands = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            commands.append(file.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    if not commands:
+        done = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+        commands = done.stdout.splitlines()
+    return [command for command in commands if "child.py" in command and folder in command]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="by signals")
@@ -344,6 +352,9 @@ def test_neither_child_nor_folder_is_left_when_the_parent_ends(temporary, call, 
         time.sleep(0.01)
     (folder,) = temporary.iterdir()
     assert folder.stat().st_mode & 0o077 == 0
+    while not (children := children_of(folder.name)) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert children
     process.send_signal(number)
     assert process.wait(60) != 0
     process.stdout.close()
