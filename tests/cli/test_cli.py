@@ -71,7 +71,7 @@ SAID = [
     (f"{CHECK} {OFF} --budget device=80MB", 0, "nothing found"),
     (f"{CHECK} {OFF} --budget device=80MB --optimizer adam", 1, "; the budget is 80.0 MB\n"),
     (f"{CHECK} {OFF} --budget device=v5p --optimizer adam --gradients same", 0, "nothing found"),
-    (f"{CHECK} --optimizer adam", 2, "'--optimizer' needs '--hbm' or '--budget'"),
+    (f"{CHECK} --optimizer adam", 2, "--optimizer are counted for --hbm or --budget: give one"),
     (f"{CHECK} --budget peak=1GB", 2, "'--budget': peak is of prove; what is planned is of device"),
     (f"{CHECK} --budget device", 2, "'--budget': 'device': write it as memory=bytes"),
     (f"{CHECK} --budget device=1GB --budget device=2GB", 2, "'--budget': a key is given twice"),

@@ -1,4 +1,4 @@
-"""Options of the commands for click, declared by decorators, and their types.
+"""Options of the commands for click, and their types.
 
 Options that several commands have are here; a command is in a file of `commands`.
 """
@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import functools
 import os
-import re
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any, Final, get_args
+from collections.abc import Callable
+from typing import Annotated, Any, Final
 
 import click
 from click.core import ParameterSource
 
-from shardrules._base.text import near_shown
 from shardrules._cli.process import QUIET
 
 CONTEXT: Final = {
@@ -23,7 +20,6 @@ CONTEXT: Final = {
     "show_default": True,
     "max_content_width": 100,
 }
-Decorator = Callable[[Any], Any]
 
 
 class Type(click.ParamType):  # type: ignore[type-arg]
@@ -95,12 +91,6 @@ def _memory(value: str | int) -> int:
     return memory_bytes("the value", text)
 
 
-def _share(value: str) -> float:
-    if not re.fullmatch(r"\d+(\.\d+)?%", value):
-        raise ValueError(f"{value!r}: write a part, such as 2%")
-    return float(value[:-1]) / 100
-
-
 def _dtype(value: str) -> str:
     from shardrules._base.dtypes import numpy_name
 
@@ -127,55 +117,10 @@ def _dialect(value: str) -> Any:
     return dialects[value.lower()]
 
 
-def _hardware(value: str) -> Any:
-    from shardrules._base.hardware import Hardware
-    from shardrules._plan.files.hardware import read_hardware
-
-    is_file = value.endswith(".toml") or "/" in value
-    return read_hardware(value) if is_file else Hardware.named(value)
-
-
 def _topology(value: str) -> str:
     from shardrules._program.topologies.topology import Topology
 
     return Topology(value).name
-
-
-def _level(value: Any) -> Any:
-    from shardrules._base.arguments import check_choice
-
-    check_choice("the level", value, ("error", "warning", "info", "off"))
-    return value
-
-
-def _odd_kind(kind: str) -> str:
-    from shardrules._plan.findings import CheckKind
-
-    kinds = get_args(CheckKind)
-    return "" if kind in kinds else f"there is no finding {kind!r}{near_shown(kind, kinds)}"
-
-
-def _values_to_try(text: str) -> list[Any]:
-    """Return values of --try: numbers, true, false and none, and else texts."""
-    words: dict[str, Any] = {"true": True, "false": False, "none": None}
-
-    def value_of(word: str) -> Any:
-        if word.lower() in words:
-            return words[word.lower()]
-        for read in (int, float):
-            with suppress(ValueError):
-                return read(word)
-        return word
-
-    return list(map(value_of, _axes(text)))
-
-
-def _odd_planned(key: str) -> str:
-    return "" if key == "device" else f"{key} is of prove; what is planned is of device"
-
-
-def _odd_sent(key: str) -> str:
-    return "" if key != "device" else f"{key} is of check, which counts what is planned"
 
 
 FILE: Final = click.Path(readable=False)  # whose names shells complete
@@ -184,41 +129,22 @@ FILE.name, NUMBER.name = "file", "number"
 MESH = Type("mesh", _mesh_sizes, dict)
 AXES = Type("axes", _axes, list)
 BYTES, MEMORY = Type("bytes", _bytes), Type("bytes", _memory)
-TOPOLOGY, SHARE = Type("topology", _topology), Type("share", _share)
-DIALECT, HARDWARE = Type("name", _dialect), Type("name", _hardware)
+TOPOLOGY, DIALECT = Type("topology", _topology), Type("name", _dialect)
 OPTIMIZER = Type("name", _optimizer)
 DTYPE_OR_SAME = Type("dtype", lambda value: value == "same" or _dtype(value))
-LEVELS = KeyValues("kind=level", _level, _odd_kind)
-TRIES = KeyValues("keyword=values", _values_to_try)
-PLANNED_BUDGET = KeyValues("memory=bytes", _memory, _odd_planned)
-SENT_BUDGET = KeyValues("what=bytes", _bytes, _odd_sent)
 
 
 class Option(click.Option):
     """Option that needs one of some others, and excludes others; a job may have it, or not."""
 
     def __init__(
-        self, declarations: Sequence[str], *, needs: tuple[str, ...] = (),
+        self, *declarations: str, needs: tuple[str, ...] = (),
         excludes: tuple[str, ...] = (), in_job: bool = True, **attributes: Any,
     ) -> None:  # fmt: skip
         if isinstance(attributes.get("type"), KeyValues):
             attributes |= {"multiple": True, "callback": _one_each}
         super().__init__(declarations, **attributes)
         self.needs, self.excludes, self.in_job = needs, excludes, in_job
-
-    def of_file(self, value: Any) -> Any:
-        """Return the value of a key in TOML as click takes it: texts, or a table of its type."""
-        if isinstance(self.type, KeyValues) and isinstance(value, dict):
-            return [(key, item) for key, item in value.items() if not self.type.odd(key)]
-        if self.multiple:
-            return [*map(str, value if isinstance(value, list) else [value])]
-        return value if type(value) in getattr(self.type, "tables", ()) else str(value)
-
-    @property
-    def forms(self) -> set[type]:
-        """The types of TOML that a key may have; numbers and flags are texts."""
-        tables: tuple[type, ...] = getattr(self.type, "tables", ())
-        return {str, *tables, *([list] if self.multiple else [])}
 
     def check_beside(self, ctx: click.Context) -> None:
         """Check that what it needs is there, and nothing that it excludes, if it is given."""
@@ -229,10 +155,10 @@ class Option(click.Option):
             needed = " or ".join(others[name].get_error_hint(ctx) for name in self.needs)
             raise click.UsageError(f"{self.get_error_hint(ctx)} needs {needed}.", ctx)
         source = ctx.get_parameter_source(str(self.name))
-        for excluded in (others[name] for name in self.excludes if name in others):
+        for other in (others[name] for name in self.excludes if name in others):
             # A job's own are no contradiction to those of the command line.
-            if _is_given(ctx, excluded) and ctx.get_parameter_source(str(excluded.name)) is source:
-                pair = f"{self.get_error_hint(ctx)} and {excluded.get_error_hint(ctx)}"
+            if _is_given(ctx, other) and ctx.get_parameter_source(str(other.name)) is source:
+                pair = f"{self.get_error_hint(ctx)} and {other.get_error_hint(ctx)}"
                 raise click.UsageError(f"{pair} exclude each other: leave out either.", ctx)
 
 
@@ -253,28 +179,13 @@ class Argument(click.Argument):
     """Argument with a line of help; a job has it under its name."""
 
     in_job = True
-    of_file = str
-    forms = frozenset({str})
 
-    def __init__(self, declarations: Sequence[str], *, about: str, **attributes: Any) -> None:
-        super().__init__(declarations, **attributes)
+    def __init__(self, name: str, *, about: str, **attributes: Any) -> None:
+        super().__init__([name], **attributes)
         self.help = about  # which arguments of click have since 8.5
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
         return str(self.metavar), self.help or ""
-
-
-option = functools.partial(click.option, cls=Option)
-"""Decorator with an option of a command, as `Option` takes it."""
-
-
-def argument(*declarations: str, **attributes: Any) -> Decorator:
-    """Make a decorator with an argument of a command; that of click before 8.1.4 works once."""
-
-    def decorate(function: Any) -> Any:
-        return click.argument(*declarations, cls=Argument, **attributes)(function)
-
-    return decorate
 
 
 def _set_quiet(ctx: click.Context, _: click.Parameter, value: bool) -> None:
@@ -286,13 +197,13 @@ _in_place_of_arguments = functools.partial(
     Option, in_job=False, excludes=("model", "function", "before")
 )
 OF_JOBS: Final = [
-    _in_place_of_arguments(["--project"], type=FILE, help="Run the jobs of this project file, "
+    _in_place_of_arguments("--project", type=FILE, help="Run the jobs of this project file, "
         "whoever owns it, and import what they name as package.module:function. Default: "
         "shardrules.toml in the current folder."),
-    _in_place_of_arguments(["--job"], metavar="NAME", help="Run this job alone, with any options."),
+    _in_place_of_arguments("--job", metavar="NAME", help="Run this job alone, with any options."),
 ]  # fmt: skip
 OF_ALL: Final = [
-    Option(["-q", "--quiet"], is_flag=True, is_eager=True, expose_value=False, callback=_set_quiet,
+    Option("-q", "--quiet", is_flag=True, is_eager=True, expose_value=False, callback=_set_quiet,
         in_job=False, help="Write the result and errors alone: no notes, hints or progress."),
 ]  # fmt: skip
 
@@ -306,63 +217,66 @@ DEVICES: Final = (
 Sizes = dict[str, int]
 """Devices per mesh axis."""
 
-model = functools.partial(argument, "model", metavar="SOURCE", type=FILE)
-of_model: Final = model(
-    about="The model: a safetensors file, index or directory; a JSON manifest, also gzipped; - for "
-    "a manifest on standard input; or package.module:function, which returns a tree."
-)
-of_step: Final = argument(
-    "function", metavar="FUNCTION",
-    about="package.module:function, which takes the mesh and, with --rules, the rules, and returns "
-    "(step, arguments, outputs) or (step, arguments), as shardrules.prove takes them.",
-)  # fmt: skip
-mesh = functools.partial(option, "-m", "--mesh", type=MESH)
-of_mesh: Final = mesh(required=True, help="Devices per mesh axis, such as dp=8,fsdp=16,tp=4.")
-rules = functools.partial(option, "-r", "--rules", type=FILE, multiple=True)
+# What several commands have in other words, or with other needs.
+model = functools.partial(Argument, "model", metavar="SOURCE", type=FILE)
+mesh = functools.partial(Option, "-m", "--mesh", type=MESH)
+rules = functools.partial(Option, "-r", "--rules", type=FILE, multiple=True)
 rules_of_model = functools.partial(
     rules, help="The rules: a TOML or JSON file, MaxText's YAML, or package.module:NAME; files "
     "after the first are merged over it.",
 )  # fmt: skip
-of_rules: Final = rules_of_model(required=True)
-of_step_rules: Final = rules(help="Rules that the function takes behind the mesh.")
-devices = functools.partial(option, "--devices", type=NUMBER)
-axes = functools.partial(option, "--axes", type=AXES)
-on = functools.partial(option, "--on", metavar="TOPOLOGY", type=TOPOLOGY)
-slices: Final = option(
+devices = functools.partial(Option, "--devices", type=NUMBER)
+axes = functools.partial(Option, "--axes", type=AXES)
+on = functools.partial(Option, "--on", metavar="TOPOLOGY", type=TOPOLOGY)
+hbm = functools.partial(Option, "--hbm", type=MEMORY)
+
+Model = Annotated[str, model(
+    about="The model: a safetensors file, index or directory; a JSON manifest, also gzipped; - for "
+    "a manifest on standard input; or package.module:function, which returns a tree.",
+)]  # fmt: skip
+Function = Annotated[str, Argument(
+    "function", metavar="FUNCTION",
+    about="package.module:function, which takes the mesh and, with --rules, the rules, and returns "
+    "(step, arguments, outputs) or (step, arguments), as shardrules.prove takes them.",
+)]  # fmt: skip
+Mesh = Annotated[
+    Sizes, mesh(required=True, help="Devices per mesh axis, such as dp=8,fsdp=16,tp=4.")
+]
+Rules = Annotated[tuple[str, ...], rules_of_model(required=True)]
+StepRules = Annotated[tuple[str, ...], rules(help="Rules that the function takes behind the mesh.")]
+Slices = Annotated[int, Option(
     "--slices", type=NUMBER, default=1, needs=("on",),
     help="Slices of TPUs, which the data centre's network connects.",
-)  # fmt: skip
-hbm = functools.partial(option, "--hbm", type=MEMORY)
-dialect: Final = option(
+)]  # fmt: skip
+Hbm = Annotated[
+    int | None, hbm(help="Memory of one device, such as 96GB or 80GiB, or its name, such as v5p.")
+]
+Dialect = Annotated[Any, Option(
     "--dialect", type=DIALECT,
     help="Semantics of the rules: big_vision, easylm, eformer, jaxseq, keras, nnx, spectrax; of "
     "logical rules linen, flax.core, maxtext, haliax. Default: the rule file's dialect, or else "
     "eformer, linen or, in YAML, maxtext.",
-)  # fmt: skip
-head_dim: Final = option(
+)]  # fmt: skip
+Gradients = Annotated[Any, Option(
+    "--gradients", type=DTYPE_OR_SAME,
+    help="Count gradients of this dtype; 'same' is the parameters' own dtypes.",
+)]  # fmt: skip
+Optimizer = Annotated[Any, Option(
+    "--optimizer", type=OPTIMIZER,
+    help="Count the state of this optimizer: sgd, momentum, lion, adam or adamw, whose moments are "
+    "of float32, or as adam:BF16 says.",
+)]  # fmt: skip
+HeadDim = Annotated[int | None, Option(
     "--head-dim", type=NUMBER,
     help="Size of an attention head. Default: that of a q_norm or k_norm, if there is one.",
-)  # fmt: skip
-fail_on: Final = option(
+)]  # fmt: skip
+FailOn = Annotated[str, Option(
     "--fail-on", type=click.Choice(["error", "warning", "info", "never"]), default="error",
     help="Minimum level that makes the exit code 1.",
-)  # fmt: skip
+)]  # fmt: skip
 
 
-def formats(*names: str, about: str = "Output format.") -> Decorator:
-    """Make a decorator with the formats, of which the first is the default."""
+def formats(*names: str, about: str = "Output format.") -> Option:
+    """Make an option with the formats, of which the first is the default."""
     choice = click.Choice(names)
-    return option("--format", type=choice, default=names[0], in_job=False, help=about)
-
-
-def memory(*needs: str) -> Decorator:
-    """Make a decorator with what is counted, which needs one of these options."""
-    parts = (
-        option("--gradients", type=DTYPE_OR_SAME, needs=needs,
-            help="Count gradients of this dtype; 'same' is the parameters' own dtypes."),
-        option("--optimizer", type=OPTIMIZER, needs=needs,
-            help="Count the state of this optimizer: sgd, momentum, lion, adam or adamw, whose "
-            "moments are of float32, or as adam:BF16 says."),
-        hbm(help="Memory of one device, such as 96GB or 80GiB, or its name, such as v5p."),
-    )  # fmt: skip
-    return lambda function: functools.reduce(lambda last, part: part(last), parts[::-1], function)
+    return Option("--format", type=choice, default=names[0], in_job=False, help=about)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from shardrules._base.io import FileError
 from shardrules._cli.process import hint, working
-from shardrules._plan.files.models import arrays_of, nested_dicts, read_arrays
+from shardrules._plan.files.models import nested_dicts, read_arrays
 from shardrules._plan.files.modules import is_module_form, load_object
 from shardrules._plan.files.rules import RuleFile, read_rule_source
 from shardrules._plan.plan import Plan
@@ -19,29 +19,21 @@ if TYPE_CHECKING:
     from shardrules._program.step.step import Step
 
 
-class Planned(NamedTuple):
-    """Plan with the model and the rules that it was made from."""
-
-    plan: Plan
-    model: str
-    rules: RuleFile
-
-
 def plan_model(
     source: str, rule_files: tuple[str, ...], dialect: Any, mesh: dict[str, int],
     optional_axes: tuple[str, ...] = (),
-) -> Planned:  # fmt: skip
-    """Plan a model; notes go to stderr."""
+) -> tuple[Plan, RuleFile]:  # fmt: skip
+    """Plan a model by the rules of files, which are returned too; notes go to stderr."""
     with working(f"reading {source}"):
         file = read_rule_source(rule_files, dialect)
         rules: Any = file.rules
         if optional_axes:
             rules = type(rules)(rules, optional_axes=rules.optional_axes + optional_axes)
-        name, tree, names = read_tree(source, file.rules.dialect)
-        planned = plan(tree, rules, mesh, companions=file.companions, names=names)
+        _, tree, names = read_tree(source, file.rules.dialect)
+        of_model = plan(tree, rules, mesh, companions=file.companions, names=names)
     for unread in file.unread:
         hint(f"note: these rules are not read: {unread}")
-    return Planned(planned, name, file)
+    return of_model, file
 
 
 def read_tree(source: str, dialect: Any) -> tuple[str, Any, Any]:
@@ -63,13 +55,6 @@ def read_tree(source: str, dialect: Any) -> tuple[str, Any, Any]:
         return arrays.name, arrays.leaves, arrays.logical_axes
     joins_keys = dialect.keys != "text" or dialect.hidden_key is not None
     return arrays.name, nested_dicts(arrays) if joins_keys else arrays.leaves, None
-
-
-def shapes_of(source: str, dialect: Any) -> tuple[Plan, str]:
-    """Read (a model that is planned without rules, on any mesh; its name)."""
-    with working(f"reading {source}"):
-        name, tree, names = read_tree(source, dialect)
-        return arrays_of(tree, dialect, names), name
 
 
 def step_on(source: str, mesh: Any, rules: tuple[str, ...] = ()) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Process around a command: its streams, what it shows of findings, its signals and its exit code.
+"""Process around a command: its exit code, signals and streams, and what it shows of findings.
 
 Exit codes: 0 is success; 1 findings or differences; 2 any error; 128 + N an end by signal N, as in
 shells. A closed pipe counts as SIGPIPE.
@@ -37,6 +37,13 @@ _ENDING: Final = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if has
 _OF_STEP: Final = ("shardrules called ", "shardrules compiled ")
 """Beginnings of the note beside an error of the user's step, which is none of shardrules."""
 _BAD_INPUT: Final = (ValueError, TypeError, KeyError, OSError, ImportError, RecursionError)
+_STYLES: Final[dict[str, dict[str, Any]]] = {
+    "error": {"fg": "red", "bold": True},
+    "warning": {"fg": "yellow"},
+    "info": {"fg": "cyan"},
+}
+_AXES_IN_FIXES: Final = re.compile(r"\b(optional|data)_axes=\[([^]]*)\]")
+"""Arguments in the fixes of findings that are options here."""
 
 
 class _EndedError(BaseException):
@@ -82,9 +89,9 @@ def code_of(error: BaseException, where: str = "") -> int:
         sys.excepthook(type(error), error, error.__traceback__)
     # All but JAX's about its own frames.
     notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith("-----")]
-    print_note(f"error: {where}{_message(error, notes)}")
+    print_stderr(f"error: {where}{_message(error, notes)}")
     for note in notes:
-        print_note(note)
+        print_stderr(note)
     return FAILED
 
 
@@ -106,48 +113,6 @@ def _message(error: BaseException, notes: list[str]) -> str:
     return printable(
         f"{type(error).__name__}: {error}{'' if isinstance(error, MemoryError) else report}"
     )
-
-
-def print_note(text: str) -> None:
-    """Write a line to stderr. A stderr that takes no text is ignored."""
-    with suppress(OSError):
-        print(text, file=sys.stderr)
-
-
-def is_quiet() -> bool:
-    """Say whether --quiet is given."""
-    ctx = click.get_current_context(silent=True)
-    return ctx is not None and bool(ctx.meta.get(QUIET))
-
-
-def hint(text: str) -> None:
-    """Write a line to stderr, unless --quiet is given."""
-    if not is_quiet():
-        print_note(printable(text))
-
-
-@contextmanager
-def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Show this text on a terminal while the body runs, which gets what shows another line."""
-    if is_quiet() or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-
-    def show(text: str) -> None:
-        print(f"\x1b[K{printable(text)} ...", end="\r", file=sys.stderr, flush=True)
-
-    show(what)
-    try:
-        yield show
-    finally:
-        print(end="\x1b[K", file=sys.stderr, flush=True)
-
-
-def let_signals_end() -> None:
-    """Let signals end the process at once: while a compiler is at work, none would be heard."""
-    for number in (signal.SIGINT, *_ENDING):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def _open_streams() -> None:
@@ -176,18 +141,46 @@ def _drop_unwritten() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-_STYLES: Final[dict[str, dict[str, Any]]] = {
-    "error": {"fg": "red", "bold": True},
-    "warning": {"fg": "yellow"},
-    "info": {"fg": "cyan"},
-}
-_DECLARED: Final = re.compile(r"\b(optional|data)_axes=\[([^]]*)\]")
-"""Arguments in the fixes of findings that are options here."""
+def let_signals_end() -> None:
+    """Let signals end the process at once: while a compiler is at work, none would be heard."""
+    for number in (signal.SIGINT, *_ENDING):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
-def print_text(text: str) -> None:
-    """Print lines, with their colours where the stream has them."""
-    click.echo(text, file=sys.stdout)
+def print_stderr(text: str) -> None:
+    """Write a line to stderr. A stderr that takes no text is ignored."""
+    with suppress(OSError):
+        print(text, file=sys.stderr)
+
+
+def is_quiet() -> bool:
+    """Say whether --quiet is given."""
+    ctx = click.get_current_context(silent=True)
+    return ctx is not None and bool(ctx.meta.get(QUIET))
+
+
+def hint(text: str) -> None:
+    """Write a line to stderr, unless --quiet is given."""
+    if not is_quiet():
+        print_stderr(printable(text))
+
+
+@contextmanager
+def working(what: str) -> Iterator[Callable[[str], None]]:
+    """Show this text on a terminal while the body runs, which gets what shows another line."""
+    if is_quiet() or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+
+    def show(text: str) -> None:
+        print(f"\x1b[K{printable(text)} ...", end="\r", file=sys.stderr, flush=True)
+
+    show(what)
+    try:
+        yield show
+    finally:
+        print(end="\x1b[K", file=sys.stderr, flush=True)
 
 
 def show_findings(
@@ -208,12 +201,17 @@ def show_findings(
     for finding in findings if format == "text" else ():
         label, message, *details = finding_lines(finding)
         print_text(f"{click.style(label, **_STYLES[finding.level])}: {message}")
-        print_text(_DECLARED.sub(_as_option, "\n".join(details)))
-    print_hint(format, click.style(findings.notes[0], bold=True))
+        print_text(_AXES_IN_FIXES.sub(_as_option, "\n".join(details)))
+    print_beside(format, click.style(findings.notes[0], bold=True))
     return exit_code(findings, fail_on)
 
 
-def print_hint(format: str, *lines: object) -> None:
+def print_text(text: str) -> None:
+    """Print lines, with their colours where the stream has them."""
+    click.echo(text, file=sys.stdout)
+
+
+def print_beside(format: str, *lines: object) -> None:
     """Print lines beside the result, unless it is for programs or --quiet is given."""
     if format == "text" and not is_quiet():
         print_text("\n".join(map(str, lines)))

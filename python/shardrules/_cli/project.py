@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
 import click
 from click.core import ParameterSource
@@ -77,16 +77,19 @@ class Command(click.Command):
 
 
 def command(example: str, *, has_jobs: bool = False) -> Callable[[Any], Command]:
-    """Make a command of a function; without its arguments it may run the jobs of a project."""
+    """Make a command of a function, whose parameters are `Annotated` with their options.
+
+    Without its arguments a command may run the jobs of a project.
+    """
 
     def make(function: Any) -> Command:
-        name = function.__name__
-        command = click.command(
-            name, cls=Command, context_settings=CONTEXT,
-            short_help=function.__doc__.partition("\n\n")[0],
-            epilog=f"Example: shardrules {name} {example}",
-        )(function)  # fmt: skip
-        command.params += OF_JOBS * has_jobs + OF_ALL
+        name, hints = function.__name__, get_type_hints(function, include_extras=True)
+        options = [hints[key].__metadata__[0] for key in hints if key != "return"]
+        command = Command(
+            name, callback=function, params=[*options, *OF_JOBS * has_jobs, *OF_ALL],
+            help=function.__doc__, short_help=function.__doc__.partition("\n\n")[0],
+            epilog=f"Example: shardrules {name} {example}", context_settings=CONTEXT,
+        )  # fmt: skip
         command.has_jobs = has_jobs
         return command
 
@@ -168,14 +171,31 @@ def _run_job(
     command: Command, ctx: click.Context, job: str, values: dict[str, Any], words: list[str]
 ) -> int:
     keys = command.keys
-    defaults = {keys[key].name: keys[key].of_file(values[key]) for key in values if key in keys}
     try:
+        defaults = {
+            keys[key].name: _as_option(keys[key], key, values[key]) for key in values if key in keys
+        }
         with command.make_context(
             command.name, [*words], parent=ctx.parent, obj=job, default_map=defaults
         ) as of_job:
             return command.invoke(of_job)
     except Exception as error:
         return code_of(error, printable(f"{job}: "))
+
+
+def _as_option(option: Option | Argument, key: str, value: Any) -> Any:
+    """Return a value in TOML as click takes it: texts, or a list or table, if it is of such."""
+    is_repeatable = getattr(option, "multiple", False)
+    forms = {str, *getattr(option.type, "tables", ()), *([list] if is_repeatable else [])}
+    if not isinstance(value, list | dict):
+        value = str(value)  # numbers and flags are texts
+    items = value if isinstance(value, list) else [value]
+    if type(value) not in forms or not all(isinstance(item, str | dict) and item for item in items):
+        forms_shown = " or ".join(_WRITTEN[form] for form in _WRITTEN if form in forms)
+        raise FileError(f"{key} is {shown(value)}; write {forms_shown}")
+    if isinstance(option.type, KeyValues) and isinstance(value, dict):
+        return [(item, value[item]) for item in value if not option.type.odd(item)]
+    return items if is_repeatable else value
 
 
 def read_jobs(path: Path) -> Jobs:
@@ -224,15 +244,8 @@ def _check_keys(where: str, table: dict[str, Any], jobs: list[dict[str, Any]]) -
         if not parameters:
             needed = " and ".join(owners[key].arguments)
             raise FileError(f"{where}: {key} is of {owners[key].name}, which needs {needed}")
-        forms = {form for parameter in parameters for form in parameter.forms}
-        items = value if isinstance(value, list) else [value] if value == "" else []
-        if (isinstance(value, list | dict) and type(value) not in forms) or not all(
-            isinstance(item, str) and item for item in items
-        ):
-            told = " or ".join(_WRITTEN[form] for form in _WRITTEN if form in forms)
-            raise FileError(f"{where}: {key} is {shown(value)}; write {told}")
-        for item in value if isinstance(value, dict) else ():
-            types = [each.type for each in parameters if isinstance(each.type, KeyValues)]
+        types = [each.type for each in parameters if isinstance(each.type, KeyValues)]
+        for item in value if isinstance(value, dict) and types else ():
             reasons = [type.odd(item) for type in types]
-            if reasons and all(reasons):
+            if all(reasons):
                 raise FileError(f"{where}: {key}: {reasons[0]}")

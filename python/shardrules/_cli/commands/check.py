@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
 
+from shardrules._base.text import near_shown
 from shardrules._cli import options
-from shardrules._cli.options import option
+from shardrules._cli.options import KeyValues, Option
 from shardrules._cli.project import command
 
 if TYPE_CHECKING:
@@ -14,35 +15,52 @@ if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
 
 
+def _level(value: Any) -> Any:
+    from shardrules._base.arguments import check_choice
+
+    check_choice("the level", value, ("error", "warning", "info", "off"))
+    return value
+
+
+def _odd_kind(kind: str) -> str:
+    from shardrules._plan.findings import CheckKind
+
+    kinds = get_args(CheckKind)
+    return "" if kind in kinds else f"there is no finding {kind!r}{near_shown(kind, kinds)}"
+
+
+def _odd_budget(key: str) -> str:
+    return "" if key == "device" else f"{key} is of prove; what is planned is of device"
+
+
+_BUDGET: Final = KeyValues("memory=bytes", options.MEMORY.read, _odd_budget)
+
+
 @command("model.json -r rules.toml -m fsdp=8,tp=4 --fail-on warning", has_jobs=True)
-@options.of_model
-@options.of_rules
-@options.dialect
-@options.of_mesh
-@options.memory("hbm", "budget")
-@option("--budget", type=options.PLANNED_BUDGET, help="Maximum bytes of all that is counted in a "
-    "device's memory, device=1.2GB.")  # fmt: skip
-@options.fail_on
-@option("--large", type=options.BYTES, default="16MiB",
-    help="Minimum bytes per device for a replicated leaf to be a warning.")  # fmt: skip
-@options.head_dim
-@option("--replicated", metavar="PATTERN", multiple=True,
-    help="Pattern of paths that are replicated on purpose; repeatable.")  # fmt: skip
-@option("--optional-axes", type=options.AXES, default="", show_default=False,
-    help="Axes of the rules that a mesh may lack, such as sp,ep.")  # fmt: skip
-@option("--data-axes", type=options.AXES, default="", show_default=False,
-    help="Mesh axes that shard only batches, and no leaf, such as dp.")  # fmt: skip
-@option("--level", type=options.LEVELS,
-    help="Level for a kind of finding: dead=off, uncut=error; repeatable.")  # fmt: skip
-@option("--fix", is_flag=True, in_job=False, excludes=("format",),
-    help="Print the rules that are missing, to paste, instead of findings. Exits with 1 if there "
-    "are some.")  # fmt: skip
-@options.formats("text", "json", "github")
 def check(
-    *, model: str, rules: tuple[str, ...], dialect: Any, mesh: options.Sizes, gradients: Any,
-    optimizer: Any, hbm: int | None, budget: dict[str, int], fail_on: str, large: int,
-    head_dim: int | None, level: dict[Any, Any], fix: bool, format: str,
-    replicated: tuple[str, ...], optional_axes: tuple[str, ...], data_axes: tuple[str, ...],
+    *, model: options.Model, rules: options.Rules, dialect: options.Dialect, mesh: options.Mesh,
+    gradients: options.Gradients, optimizer: options.Optimizer, hbm: options.Hbm,
+    budget: Annotated[dict[str, int], Option("--budget", type=_BUDGET,
+        help="Maximum bytes of all that is counted in a device's memory, device=1.2GB.")],
+    fail_on: options.FailOn,
+    large: Annotated[int, Option("--large", type=options.BYTES, default="16MiB",
+        help="Minimum bytes per device for a replicated leaf to be a warning.")],
+    head_dim: options.HeadDim,
+    replicated: Annotated[tuple[str, ...], Option("--replicated", metavar="PATTERN", multiple=True,
+        help="Pattern of paths that are replicated on purpose; repeatable.")],
+    optional_axes: Annotated[tuple[str, ...], Option("--optional-axes", type=options.AXES,
+        default="", show_default=False,
+        help="Axes of the rules that a mesh may lack, such as sp,ep.")],
+    data_axes: Annotated[tuple[str, ...], Option("--data-axes", type=options.AXES, default="",
+        show_default=False,
+        help="Mesh axes that shard only batches, and no leaf, such as dp.")],
+    level: Annotated[dict[Any, Any], Option("--level",
+        type=KeyValues("kind=level", _level, _odd_kind),
+        help="Level for a kind of finding: dead=off, uncut=error; repeatable.")],
+    fix: Annotated[bool, Option("--fix", is_flag=True, in_job=False, excludes=("format",),
+        help="Print the rules that are missing, to paste, instead of findings. Exits with 1 if "
+        "there are some.")],
+    format: Annotated[str, options.formats("text", "json", "github")],
 ) -> int:  # fmt: skip
     """Find mistakes in the rules; without SOURCE, in all jobs of the project file.
 
@@ -53,9 +71,11 @@ def check(
     from shardrules._plan.files.rules import rule_places
     from shardrules._plan.findings import Declared, Findings, all_declared
 
-    plan, _, rule_file = planning.plan_model(model, rules, dialect, mesh, optional_axes)
-    asked = Declared(replicated=replicated, data_axes=data_axes)
-    declared = all_declared(rule_file.declared, asked)
+    if (gradients or optimizer) and hbm is None and not budget:
+        raise ValueError("--gradients and --optimizer are counted for --hbm or --budget: give one")
+    plan, rule_file = planning.plan_model(model, rules, dialect, mesh, optional_axes)
+    of_options = Declared(replicated=replicated, data_axes=data_axes)
+    declared = all_declared(rule_file.declared, of_options)
     findings = plan.check(**declared, large=large, head_dim=head_dim, levels=level)
     bounds = (
         ("memory", hbm, level.get("memory", "error"), "a device has"),
@@ -85,12 +105,12 @@ def _over(plan: Plan, bounds: tuple[Any, ...], **counted: Any) -> Iterator[Findi
 
     if all(most is None for _, most, _, _ in bounds):
         return
-    needed = plan.bytes_per_device(**counted)
+    size = plan.bytes_per_device(**counted)
     largest = sorted(
         plan.folded, key=lambda part: -plan.kinds[part.group].device_bytes * len(part.rows)
     )
     for kind, most, level, has in bounds:
-        if most is not None and needed.max > most and level != "off":
-            message = f"{needed}; {has} {bytes_shown(most)}"
-            finding = no_room(needed, most, largest)
+        if most is not None and size.max > most and level != "off":
+            message = f"{size}; {has} {bytes_shown(most)}"
+            finding = no_room(size, most, largest)
             yield finding._replace(kind=kind, level=level, message=message)

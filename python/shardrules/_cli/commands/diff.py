@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import click
 
 from shardrules._cli import options
-from shardrules._cli.options import FILE, SHARE, argument, option
+from shardrules._cli.options import FILE, Argument, Option, Type
 from shardrules._cli.project import command
 
 
+def _share(value: str) -> float:
+    if not re.fullmatch(r"\d+(\.\d+)?%", value):
+        raise ValueError(f"{value!r}: write a part, such as 2%")
+    return float(value[:-1]) / 100
+
+
 @command("plan.lock model.json -r rules.toml", has_jobs=True)
-@argument("before", metavar="BEFORE", type=FILE, about="A lock, which plan --lock writes.")
-@argument("model", metavar="AFTER", type=FILE, about="A lock, FILE.lock, or a model with --rules.")
-@options.rules_of_model()
-@options.dialect
-@options.mesh(help="Mesh of the model. Default: that of the lock.")
-@option("--fail-on", type=click.Choice(["any", "grown", "never"]), default="any", in_job=False,
-    help="What makes the exit code 1: any difference, or more bytes on a device or in its host's "
-    "memory.")  # fmt: skip
-@option("--tolerance", type=SHARE, default="0%", in_job=False,
-    help="How much may be added with --fail-on grown, such as 2%.")  # fmt: skip
 def diff(
-    *, before: str, model: str, rules: tuple[str, ...], dialect: Any, mesh: options.Sizes | None,
-    fail_on: str, tolerance: float,
+    *,
+    before: Annotated[str, Argument("before", metavar="BEFORE", type=FILE,
+        about="A lock, which plan --lock writes.")],
+    model: Annotated[str, Argument("model", metavar="AFTER", type=FILE,
+        about="A lock, FILE.lock, or a model with --rules.")],
+    rules: Annotated[tuple[str, ...], options.rules_of_model()],
+    dialect: options.Dialect,
+    mesh: Annotated[options.Sizes | None,
+        options.mesh(help="Mesh of the model. Default: that of the lock.")],
+    fail_on: Annotated[str, Option("--fail-on", type=click.Choice(["any", "grown", "never"]),
+        default="any", in_job=False,
+        help="What makes the exit code 1: any difference, or more bytes on a device or in its "
+        "host's memory.")],
+    tolerance: Annotated[float, Option("--tolerance", type=Type("share", _share), default="0%",
+        in_job=False, help="How much may be added with --fail-on grown, such as 2%.")],
 ) -> int:  # fmt: skip
     """Show the differences between two plans.
 
@@ -45,7 +55,7 @@ def diff(
     if second is None:
         if not rules:
             raise FileError(f"{model}: give its --rules; the name of a lock ends with .lock")
-        second = plan_model(model, rules, dialect, mesh or first.axis_sizes).plan
+        second, _ = plan_model(model, rules, dialect, mesh or first.axis_sizes)
     elif rules or dialect or mesh:
         raise ValueError("a lock has its own rules and mesh: leave out --rules and --mesh")
     differences = first.diff(second)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import click
 
 from shardrules._cli import options
-from shardrules._cli.options import option
+from shardrules._cli.options import FILE, KeyValues, Option
 from shardrules._cli.project import command
 
 if TYPE_CHECKING:
@@ -16,36 +16,40 @@ if TYPE_CHECKING:
     from shardrules._program.program import Program
 
 
+def _odd_budget(key: str) -> str:
+    return "" if key != "device" else f"{key} is of check, which counts what is planned"
+
+
+_BUDGET: Final = KeyValues("what=bytes", options.BYTES.read, _odd_budget)
+
+
 @command("my_package.train:step_on --on v5p:8x8x8 --mesh fsdp=64,tp=8 --budget peak=90GB",
     has_jobs=True)  # fmt: skip
-@options.of_step
-@options.on(help=f"The devices to compile for: {options.DEVICES}. Without it XLA for CPU is asked: "
-    "a TPU's partitioner may choose otherwise.")  # fmt: skip
-@options.slices
-@options.of_mesh
-@option("--axis-types", type=click.Choice(["auto", "explicit"]), default="auto",
-    help="Type of the mesh axes.")  # fmt: skip
-@options.of_step_rules
-@options.hbm(help="Memory that the step may need on a device, such as 90GB. Default: that of the "
-    "devices of --on.")  # fmt: skip
-@option("--budget", type=options.SENT_BUDGET, help="Maximum bytes that a device sends in a step, "
-    "over a mesh axis (fsdp=25GB), by a kind of collective (all-gather=20GB) or in all "
-    "(total=40GB), or needs at once (peak=90GB); repeatable.")  # fmt: skip
-@option("--large", type=options.BYTES, default="16MiB",
-    help="Minimum bytes on a device of a gathered array to be reported.")  # fmt: skip
-@options.fail_on
-@option("--time", is_flag=True, needs=("on",),
-    help="Compile the step to its end, which takes minutes for a large one, and add the time that "
-    "the compiler expects.")  # fmt: skip
-@option("--lock", type=options.FILE,
-    help="Compare the bytes that are sent, and the peak, with those in this file.")  # fmt: skip
-@option("--update-lock", is_flag=True, in_job=False, needs=("lock",),
-    help="Write the file of --lock, instead of comparing with it.")  # fmt: skip
-@options.formats("text", "json", "github")
 def prove(
-    *, function: str, on: str | None, slices: int, mesh: options.Sizes, axis_types: str,
-    rules: tuple[str, ...], hbm: int | None, budget: dict[str, int], large: int, fail_on: str,
-    time: bool, lock: str | None, update_lock: bool, format: str,
+    *, function: options.Function,
+    on: Annotated[str | None, options.on(help=f"The devices to compile for: {options.DEVICES}. "
+        "Without it XLA for CPU is asked: a TPU's partitioner may choose otherwise.")],
+    slices: options.Slices, mesh: options.Mesh,
+    axis_types: Annotated[str, Option("--axis-types", type=click.Choice(["auto", "explicit"]),
+        default="auto", help="Type of the mesh axes.")],
+    rules: options.StepRules,
+    hbm: Annotated[int | None, options.hbm(help="Memory that the step may need on a device, such "
+        "as 90GB. Default: that of the devices of --on.")],
+    budget: Annotated[dict[str, int], Option("--budget", type=_BUDGET,
+        help="Maximum bytes that a device sends in a step, over a mesh axis (fsdp=25GB), by a kind "
+        "of collective (all-gather=20GB) or in all (total=40GB), or needs at once (peak=90GB); "
+        "repeatable.")],
+    large: Annotated[int, Option("--large", type=options.BYTES, default="16MiB",
+        help="Minimum bytes on a device of a gathered array to be reported.")],
+    fail_on: options.FailOn,
+    time: Annotated[bool, Option("--time", is_flag=True, needs=("on",),
+        help="Compile the step to its end, which takes minutes for a large one, and add the time "
+        "that the compiler expects.")],
+    lock: Annotated[str | None, Option("--lock", type=FILE,
+        help="Compare the bytes that are sent, and the peak, with those in this file.")],
+    update_lock: Annotated[bool, Option("--update-lock", is_flag=True, in_job=False,
+        needs=("lock",), help="Write the file of --lock, instead of comparing with it.")],
+    format: Annotated[str, options.formats("text", "json", "github")],
 ) -> int:  # fmt: skip
     """Ask the compiler for TPUs or GPUs that need not be there what it makes of a step.
 
@@ -79,7 +83,7 @@ def prove(
     if format == "json":
         print(printable_json(proof.to_json()))
         return process.exit_code(proof.findings, fail_on)
-    process.print_hint(format, head_of(proof), *proof.notes, proof.program, time_shown(proof))
+    process.print_beside(format, head_of(proof), *proof.notes, proof.program, time_shown(proof))
     return process.show_findings(proof.findings, format, fail_on)
 
 

@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from shardrules._cli import options
-from shardrules._cli.options import option
+from shardrules._cli.options import Option, Type
 from shardrules._cli.project import command
 
 if TYPE_CHECKING:
-    from shardrules._base.hardware import Hardware
     from shardrules._program.solve.solution import Solution
 
 
+def _hardware(value: str) -> Any:
+    from shardrules._base.hardware import Hardware
+    from shardrules._plan.files.hardware import read_hardware
+
+    is_file = value.endswith(".toml") or "/" in value
+    return read_hardware(value) if is_file else Hardware.named(value)
+
+
 @command("my_package.train:step_on --on v5p:8x8x8 > rules.toml")
-@options.of_step
-@options.on(excludes=("hardware",), help=f"The devices: {options.DEVICES}. Or give --mesh and "
-    "--hardware, which need no compiler.")  # fmt: skip
-@options.slices
-@options.mesh(excludes=("axes",),
-    help="The mesh, such as fsdp=64,tp=8. Default: the best that exists there.")  # fmt: skip
-@option("--hardware", type=options.HARDWARE, help="The devices of --mesh, without --on: v4, v5e, "
-    "v5p, v6e, 7x, A100, H100, H200, B200, GB200; or a TOML file.")  # fmt: skip
-@options.axes(help="Axes of the chosen mesh, such as fsdp,tp. Default: fsdp,tp.")
-@options.rules(help="Rules that the function takes; the solution does not need any.")
-@options.hbm(help="Memory of one device, such as 96GB. Default: that of the devices.")
-@options.formats("toml", "python", "text",
-    about="Output format; text has the choices, and what others cost.")  # fmt: skip
 def solve(
-    *, function: str, on: str | None, slices: int, mesh: options.Sizes | None,
-    hardware: Hardware | None, axes: tuple[str, ...] | None, rules: tuple[str, ...],
-    hbm: int | None, format: str,
+    *, function: options.Function,
+    on: Annotated[str | None, options.on(excludes=("hardware",), help=f"The devices: "
+        f"{options.DEVICES}. Or give --mesh and --hardware, which need no compiler.")],
+    slices: options.Slices,
+    mesh: Annotated[options.Sizes | None, options.mesh(excludes=("axes",),
+        help="The mesh, such as fsdp=64,tp=8. Default: the best that exists there.")],
+    hardware: Annotated[Any, Option("--hardware", type=Type("name", _hardware),
+        help="The devices of --mesh, without --on: v4, v5e, v5p, v6e, 7x, A100, H100, H200, B200, "
+        "GB200; or a TOML file.")],
+    axes: Annotated[tuple[str, ...] | None,
+        options.axes(help="Axes of the chosen mesh, such as fsdp,tp. Default: fsdp,tp.")],
+    rules: Annotated[tuple[str, ...],
+        options.rules(help="Rules that the function takes; the solution does not need any.")],
+    hbm: Annotated[int | None,
+        options.hbm(help="Memory of one device, such as 96GB. Default: that of the devices.")],
+    format: Annotated[str, options.formats("toml", "python", "text",
+        about="Output format; text has the choices, and what others cost.")],
 ) -> None:  # fmt: skip
     """Find the sharding of a step that takes least time, and write its rules on standard output.
 

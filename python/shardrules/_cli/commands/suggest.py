@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated
 
 from shardrules._cli import options
 from shardrules._cli.project import command
 
 
 @command("model.json --devices 512 > rules.toml")
-@options.of_model
-@options.mesh(excludes=("devices", "axes"), help="The mesh, such as fsdp=64,tp=8.")
-@options.devices(help="Choose a mesh of this many devices.")
-@options.axes(help="Axes of the chosen mesh, such as fsdp,tp. Default: fsdp,tp, and ep if the "
-    "model has stacks of experts.")  # fmt: skip
-@options.dialect
-@options.head_dim
-@options.formats("toml", "python", "text", about="Output format; text has the reasons.")
 def suggest(
-    *, model: str, mesh: options.Sizes | None, devices: int | None, axes: tuple[str, ...] | None,
-    dialect: Any, head_dim: int | None, format: str,
+    *, model: options.Model,
+    mesh: Annotated[options.Sizes | None, options.mesh(excludes=("devices", "axes"),
+        help="The mesh, such as fsdp=64,tp=8.")],
+    devices: Annotated[int | None, options.devices(help="Choose a mesh of this many devices.")],
+    axes: Annotated[tuple[str, ...] | None, options.axes(help="Axes of the chosen mesh, such as "
+        "fsdp,tp. Default: fsdp,tp, and ep if the model has stacks of experts.")],
+    dialect: options.Dialect, head_dim: options.HeadDim,
+    format: Annotated[str, options.formats("toml", "python", "text",
+        about="Output format; text has the reasons.")],
 ) -> int:  # fmt: skip
     """Write rules for a model on standard output.
 
@@ -33,8 +32,8 @@ def suggest(
     with process.working(f"reading {model}"):
         _, tree, _ = planning.read_tree(model, dialect)
     suggestion = suggest(tree, mesh, devices=devices, axes=axes, head_dim=head_dim, dialect=dialect)
-    written = {"toml": suggestion.to_toml, "python": suggestion.to_python}
-    print(written.get(format, suggestion.__str__)().rstrip("\n"))
+    writers = {"toml": suggestion.to_toml, "python": suggestion.to_python}
+    print(writers.get(format, suggestion.__str__)().rstrip("\n"))
     for warning in suggestion.warnings if format != "text" else ():
         for line in str(warning).splitlines():
             process.hint(line)

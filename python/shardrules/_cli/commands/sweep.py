@@ -2,38 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from contextlib import suppress
+from typing import Annotated, Any, Final
 
 from shardrules._cli import options
-from shardrules._cli.options import option
+from shardrules._cli.options import KeyValues, Option
 from shardrules._cli.project import command
 
 _MOST_ROWS: Final = 20
+_WORDS: Final[dict[str, Any]] = {"true": True, "false": False, "none": None}
+
+
+def _values(text: str) -> list[Any]:
+    """Return values of --try: numbers, true, false and none, and else texts."""
+    return [*map(_value, options.AXES.read(text))]
+
+
+def _value(word: str) -> Any:
+    if word.lower() in _WORDS:
+        return _WORDS[word.lower()]
+    for read in (int, float):
+        with suppress(ValueError):
+            return read(word)
+    return word
 
 
 @command("train:step_on --on v5p:8x8x8 --axes fsdp,tp --try batch=256,512")
-@options.model(about="With --rules a model, as for plan. Without, a step: package.module:function, "
-    "which takes the mesh, and the choices of --try as keywords, and returns what it does for "
-    "prove.")  # fmt: skip
-@options.rules_of_model()
-@options.dialect
-@options.mesh(multiple=True, excludes=("on", "devices", "axes"),
-    help="A mesh to compare; of a model repeatable.")  # fmt: skip
-@options.on(excludes=("devices",), help="Compare the meshes that exist on these TPUs or GPUs, such "
-    "as v5p:8x8x8, with the axes of --axes.")  # fmt: skip
-@options.slices
-@options.devices(help="Compare all meshes of this many devices; of a step by XLA for CPU.")
-@option("--axes", type=options.AXES, needs=("on", "devices"),
-    help="Axes of these meshes, such as fsdp,tp.")  # fmt: skip
-@option("--try", "tries", metavar="CHOICE", type=options.TRIES, excludes=("rules",),
-    help="A keyword of the function of a step, and its values, such as batch=256,512,1024 or "
-    "remat=true,false; repeatable, and all are tried with all.")  # fmt: skip
-@options.memory()
-@options.formats("text", "json", about="Output format; text has the best 20.")
 def sweep(
-    *, model: str, rules: tuple[str, ...], dialect: Any, mesh: tuple[options.Sizes, ...],
-    on: str | None, slices: int, devices: int | None, axes: tuple[str, ...] | None,
-    tries: dict[str, Any], gradients: Any, optimizer: Any, hbm: int | None, format: str,
+    *,
+    model: Annotated[str, options.model(about="With --rules a model, as for plan. Without, a step: "
+        "package.module:function, which takes the mesh, and the choices of --try as keywords, and "
+        "returns what it does for prove.")],
+    rules: Annotated[tuple[str, ...], options.rules_of_model()],
+    dialect: options.Dialect,
+    mesh: Annotated[tuple[options.Sizes, ...], options.mesh(multiple=True,
+        excludes=("on", "devices", "axes"), help="A mesh to compare; of a model repeatable.")],
+    on: Annotated[str | None, options.on(excludes=("devices",),
+        help="Compare the meshes that exist on these TPUs or GPUs, such as v5p:8x8x8, with the "
+        "axes of --axes.")],
+    slices: options.Slices,
+    devices: Annotated[int | None, options.devices(
+        help="Compare all meshes of this many devices; of a step by XLA for CPU.")],
+    axes: Annotated[tuple[str, ...] | None, options.axes(needs=("on", "devices"),
+        help="Axes of these meshes, such as fsdp,tp.")],
+    tries: Annotated[dict[str, Any], Option("--try", "tries", metavar="CHOICE",
+        type=KeyValues("keyword=values", _values), excludes=("rules",),
+        help="A keyword of the function of a step, and its values, such as batch=256,512,1024 or "
+        "remat=true,false; repeatable, and all are tried with all.")],
+    gradients: options.Gradients, optimizer: options.Optimizer, hbm: options.Hbm,
+    format: Annotated[str, options.formats("text", "json",
+        about="Output format; text has the best 20.")],
 ) -> int:  # fmt: skip
     """Compare meshes: of a model by bytes, or of a step by what the compiler makes of it.
 
@@ -70,7 +88,7 @@ def sweep(
         has_one = any(row.fits or (row.fits is None and row.peak) for row in programs)
         return 0 if has_one else 1
     first = mesh[0] if mesh else dict.fromkeys(axes or (), 1)
-    plan = planning.plan_model(model, rules, dialect, first).plan
+    plan, _ = planning.plan_model(model, rules, dialect, first)
     with process.working("trying meshes"):
         rows = plan.sweep(
             mesh or None, devices=where, axes=axes or None, gradients=gradients,
