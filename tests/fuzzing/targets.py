@@ -232,9 +232,9 @@ def hlo(data: bytes) -> None:
     with suppress(ValueError), hlo_errors():
         program = Hlo(data.decode(errors="replace"))
         assert program.alias_count >= 0
-        for op in program.collectives:
-            program.place(op.instruction)
-            assert all(device >= 0 for group in op.groups for device in group)
+        for row in program.exchanges({}):
+            program.place(row.instruction)
+            assert all(device >= 0 for group in row.groups for device in group)
 
 
 def project(data: bytes) -> None:

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._program.hlo import Hlo, exchanges
+from shardrules._program.hlo import Hlo
 from tests.support import hlo_counts
 from tests.support.compiled import array, devices
 from tests.support.folders import ROOT
@@ -61,11 +61,11 @@ def test_the_rows_of_a_recorded_program_are_all_that_it_sends(file):
     text = gzip.decompress(file.read_bytes()).decode("utf-8")
     counted = hlo_counts.collectives(text)
     expected = hlo_counts.totals(counted)
-    rows, totals = list(exchanges(Hlo(text), {})), Counter()
+    rows, totals = list(Hlo(text).exchanges({})), Counter()
     for row in rows:
-        totals[row.op.kind] += row.payload * (1 if row.times is None else row.times)
+        totals[row.kind] += row.payload * (1 if row.times is None else row.times)
     assert totals == expected == BY_HAND.get(file.name.removesuffix(".txt.gz"), expected)
-    assert not any(row.number for row in rows if row.op.kind == "all-to-all")  # pieces of one array
+    assert not any(row.number for row in rows if row.kind == "all-to-all")  # pieces of one array
     # Of a loop of unknown length it is not known.
     assert any(row.times is None for row in rows) == any(row["times"] is None for row in counted)
 

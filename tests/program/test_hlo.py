@@ -76,14 +76,15 @@ ENTRY %main (a: bf16[4,8], b: s4[2]) -> (bf16[4,8], s4[2]) {
 
 
 def test_asynchronous_collectives_are_counted_once():
-    found = {one.kind: one for one in Hlo(STARTS).collectives}
-    assert {kind: one.times for kind, one in found.items()} == dict.fromkeys(found, 1)
-    assert len(Hlo(STARTS).collectives) == 4
-    gather = found["all-gather"]
-    assert gather.shapes == (Shape("bf16", (8, 8)), Shape("s4", (4,)))
-    assert [one.bytes for one in gather.shapes] == [128, 2]
-    assert found["all-reduce"].shapes == found["collective-permute"].shapes == (Shape("bf16", (4, 8)),)
-    assert found["reduce-scatter"].shapes == (Shape("u32", (8,)),)
+    moved = [(one.kind, one.number, one.shape, one.payload) for one in Hlo(STARTS).exchanges({})]
+    assert sorted(moved) == [
+        ("all-gather", 0, Shape("bf16", (8, 8)), 128),
+        ("all-gather", 1, Shape("s4", (4,)), 2),
+        ("all-reduce", 0, Shape("bf16", (4, 8)), 64),
+        ("collective-permute", 0, Shape("bf16", (4, 8)), 64),
+        ("reduce-scatter", 0, Shape("u32", (8,)), 32),
+    ]
+    assert {one.times for one in Hlo(STARTS).exchanges({})} == {1}
 
 
 @pytest.mark.parametrize(
@@ -131,8 +132,8 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 def test_trips_of_a_loop_without_a_count(begin, bound, step, direction, trips):
     """As XLA for TPUs writes it."""
     text = LOOP.replace("BEGIN", str(begin)).replace("BOUND", str(bound)).replace("STEP", str(step))
-    (op,) = Hlo(text.replace("=LT", f"={direction}")).collectives
-    assert op.times == trips
+    (exchange,) = Hlo(text.replace("=LT", f"={direction}")).exchanges({})
+    assert exchange.times == trips
 
 
 def hostile(groups="{}", more="", head="num_partitions=8", before="", type_="f32[8]{0}"):
@@ -189,10 +190,10 @@ def test_a_hostile_text_takes_bounded_time_and_memory(name):
     try:
         with nullcontext() if error is None else pytest.raises(ValueError, match=error), hlo_errors():
             hlo = Hlo(text)
-            (op,) = hlo.collectives
-            assert op.groups == (tuple(range(8)),)
-            assert op.shapes[0].dims
-            place = hlo.place(op.instruction)
+            (exchange,) = hlo.exchanges({})
+            assert exchange.groups == (tuple(range(8)),)
+            assert exchange.shape.dims
+            place = hlo.place(exchange.instruction)
             assert place == (("step.py", 39_999) if "StackFrames" in text else None)
         assert tracemalloc.get_traced_memory()[1] < 150e6
     finally:

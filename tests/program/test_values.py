@@ -232,13 +232,11 @@ def test_each_line_that_is_executed_has_its_arrays(file):
     """What a collective moves has the shapes of its line, before it and behind."""
     hlo = Hlo(gzip.decompress(file.read_bytes()).decode())
     values = Values(hlo)
-    for op in hlo.collectives:
-        results = values.results(op)
+    for exchange in hlo.exchanges({}):
+        results, line = values.results(exchange), exchange.instruction
         shapes = [values.shapes[node] for node in results]
-        assert shapes == list(op.instruction.results)[-len(results) :] or op.instruction.opcode.endswith("-start")
-        for number, node in enumerate(results):
-            source = values.operand(op, min(number, len(op.instruction.operands) - 1))
-            assert source in values.made_of[node]
+        assert shapes == list(line.results)[-len(results) :] or line.opcode.endswith("-start")
+        assert values.operand(exchange) in values.made_of[results[exchange.number]]
 
 
 FOLLOWED = """\

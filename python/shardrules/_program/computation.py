@@ -26,7 +26,7 @@ _LINE: Final = re.compile(
 )
 _SHAPE: Final = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
 NAME: Final = re.compile(r"%([^\s,(){}]+)")
-HEADER: Final = re.compile(r"(?:ENTRY )?%?([^\s(]+) \(")
+_HEADER: Final = re.compile(r"(?:ENTRY )?%?([^\s(]+) \(")
 # A fixed beginning makes it fast; the attribute's name stands before it.
 _CALLED: Final = re.compile(r"=\{?(%[^\s,)}]+(?:, ?%[^\s,)}]+)*)")
 _NO_CALLS: Final = ("control-predecessors", "control-successors")
@@ -119,7 +119,7 @@ class Computation:
     """Instructions of a computation by name, and the root."""
 
     def __init__(self, text: str, begin: int, end: int) -> None:
-        header = HEADER.match(text, begin)
+        header = _HEADER.match(text, begin)
         self.name = header[1] if header else ""
         self.end = end
         self._text = text
@@ -160,11 +160,9 @@ class Computation:
         return pattern.finditer(self._text, self.begin, self.end)
 
     @property
-    def counts(self) -> tuple[int, int]:
-        """Numbers of parameters and of results."""
-        header = self._text[self.begin : self._text.find("\n", self.begin)]
-        parameters, _, results = header.partition(") -> ")
-        return parameters.count("["), results.count("[")
+    def parameter_count(self) -> int:
+        """Number of parameters that are arrays, by the header alone."""
+        return self._text.count("[", self.begin, self._text.find(") -> ", self.begin))
 
 
 def instruction_at(text: str, position: int) -> Instruction:

@@ -228,7 +228,7 @@ class Executable:
         Constants and tokens, which JAX passes as well, come first.
         """
         passed = _not_none(self._arguments[0])
-        first = self.hlo[self.hlo.entry].counts[0] - len(passed)
+        first = self.hlo[self.hlo.entry].parameter_count - len(passed)
         number_of = {leaf: first + number for number, leaf in enumerate(passed)}
         return {leaf: number_of[self.call.in_leaves[leaf]] for leaf in self.kept}
 

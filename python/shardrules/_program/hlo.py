@@ -76,18 +76,106 @@ def hlo_errors() -> Iterator[None]:
         raise ValueError(f"{_NO_HLO} ({type(error).__name__}: {error})") from error
 
 
-class CollectiveOp(NamedTuple):
-    """Collective, of which a start stands for both halves."""
+Moved = Literal["argument", "gradient", "state", "activation", "unexplained"]
+# Names of collectives in user programs, as JAX has them in op_name.
+_CALLED: Final = frozenset({
+    "all_gather", "all_gather_invariant", "all_to_all", "pbroadcast", "pmax", "pmin", "ppermute",
+    "psum", "psum2", "psum_invariant", "psum_scatter", "ragged_all_to_all", "reduce_scatter",
+})  # fmt: skip
+
+
+@record
+class Collective(NamedTuple):
+    """Array that a program moves between devices: a row of `Program.collectives`."""
+
+    kind: CollectiveOpcode
+    axes: tuple[str, ...]
+    """Mesh axes along which devices exchange data; empty if the mesh is not known."""
+    shape: str
+    """Dtype and dimensions of the whole array, such as "f32[16,512]"."""
+    payload: int
+    """Bytes of the whole array that is moved in one execution: of all-gather its result, of
+    reduce-scatter its operand."""
+    times: int | None
+    """Executions in a step; None within a loop whose trip count is not known."""
+    sent_once: int
+    """Bytes that one device sends in an execution."""
+    what: Moved
+    """Kind of array that is moved."""
+    moves: str
+    """Path of the argument or output that is moved, or JAX's name of the operation."""
+    reason: str
+    """Explains why the program moves it; of what is unexplained, the likely cause."""
+    is_expected: bool
+    """False for a collective that no planned array and no product needs."""
+    op_name: str
+    place: Place | None
+    """File and line of the user's program."""
+    name: str
+    """Name of the instruction in the HLO."""
+
+    @property
+    def is_called(self) -> bool:
+        """True if the program calls it, such as jax.lax.psum; False if XLA has put it in.
+
+        Of one that XLA has merged of both kinds it is False, too.
+        """
+        return is_called(self.op_name)
+
+    @property
+    def sent(self) -> int | None:
+        """Bytes that one device sends in a step; None without the number of executions."""
+        return None if self.times is None else self.sent_once * self.times
+
+    @property
+    def bytes(self) -> int | None:
+        """Bytes that are moved in a step: payload times executions."""
+        return None if self.times is None else self.payload * self.times
+
+    @property
+    def sent_at_least(self) -> int:
+        """Bytes that one device sends in a step; an unknown trip count counts as 1."""
+        return self.sent_once if self.sent is None else self.sent
+
+    def __str__(self) -> str:
+        times = "" if self.times in (None, 1) else f", {self.times:,} times"
+        place = "" if self.place is None else f" at {self.place}"
+        return f"{self.kind} of {self.shape}{times}{place} ({self.op_name or self.name})"
+
+
+def is_called(op_name: str) -> bool:
+    """Return whether JAX's name of an operation is of a collective in the user's program."""
+    # "jit(step)/shard_map/(psum:layer/psum)" is one that XLA has merged of two.
+    names = op_name.rstrip(")").split(":") if op_name.endswith(")") else [op_name]
+    return all(name.rpartition("/")[2].lstrip("(") in _CALLED for name in names)
+
+
+class Exchange(NamedTuple):
+    """Array that a collective moves; the start of an asynchronous one stands for its end, too."""
 
     kind: CollectiveOpcode
     instruction: Instruction
     computation: str
-    shapes: tuple[Shape, ...]
-    """Shapes of what is moved, as one device has it before or behind: the larger ones."""
+    number: int
+    """Index of the array among the results; XLA may have combined several in one collective."""
     groups: ReplicaGroups
+    axes: tuple[str, ...]
+    shape: Shape
+    """Shape of what is moved, as one device has it before or behind: the larger one."""
+    payload: int
+    """Bytes of that array, or of all pieces that an all-to-all exchanges."""
     times: int | None
     """Executions in a run of the program, a branch counted as taken; None within a loop of unknown
     trip count."""
+
+    @property
+    def sent_once(self) -> int:
+        """Bytes that one device sends in an execution, by the algorithms that send least."""
+        if self.kind == "collective-permute":
+            return self.payload * any(source != target for source, target in self.groups)
+        devices = len(self.groups[0])
+        rounds = 2 if self.kind == "all-reduce" else 1
+        return round(rounds * self.payload * (devices - 1) / devices)
 
 
 class Hlo:
@@ -158,19 +246,52 @@ class Hlo:
         entries = (x.name for x in self._in_order if self.text.startswith("ENTRY ", x.begin))
         return next(entries, "")
 
-    @cached_property
-    def collectives(self) -> tuple[CollectiveOp, ...]:
-        """Collectives, in the order of the text."""
-        ops = (self._collective(*place) for place in self._places)
-        return tuple(op for op in ops if not self._is_part(op))
+    def exchanges(self, axis_sizes: Mapping[str, int]) -> Iterator[Exchange]:
+        """Yield the arrays that collectives move, in the order of the text.
 
-    def _is_part(self, op: CollectiveOp) -> bool:
+        Args:
+            axis_sizes: Devices along each mesh axis; of {} exchanges have no axes.
+        """
+        for position, kind, start in self._places:
+            instruction, name = instruction_at(self.text, position), self._computation_at(position)
+            if not self._is_part(instruction, name):
+                yield from self._exchanges_of(kind, instruction, name, bool(start), axis_sizes)
+
+    def _is_part(self, instruction: Instruction, computation: str) -> bool:
         """Say whether a collective is written again in a fusion that goes on with it, or ends it.
 
         On TPU, a fusion starts an asynchronous collective, and others have a copy of its line.
         """
-        is_chained = "chain_id=" in op.instruction.attributes
-        return is_chained and not any(self[op.computation].matches(_ASYNC_START))
+        is_chained = "chain_id=" in instruction.attributes
+        return is_chained and not any(self[computation].matches(_ASYNC_START))
+
+    def _exchanges_of(
+        self,
+        kind: CollectiveOpcode,
+        instruction: Instruction,
+        computation: str,
+        is_start: bool,
+        axis_sizes: Mapping[str, int],
+    ) -> Iterator[Exchange]:
+        shapes, count = instruction.results, len(instruction.operands)
+        if is_start and len(shapes) >= 2 * count:
+            # The start's result is (operands, results, what the backend needs besides).
+            shapes = shapes[count : 2 * count]
+        groups = self.groups(instruction.attributes)
+        if kind == "reduce-scatter" and (dim := instruction.dimension) is not None:
+            sizes = [(*x[:dim], x[dim] * len(groups[0]), *x[dim + 1 :]) for _, x in shapes]
+            shapes = tuple(map(Shape, (dtype for dtype, _ in shapes), sizes))
+        if kind == "all-reduce" and _SCATTERED.search(computation):
+            # On TPU, a fusion that sums and takes the device's part of it.
+            kind = "reduce-scatter"
+        payloads = [shape.bytes for shape in shapes]
+        if kind == "all-to-all":
+            payloads = [sum(payloads)]  # its results are pieces of one array
+        axes, times = groups.axes(axis_sizes) if axis_sizes else (), self.times(computation)
+        for i, payload in enumerate(payloads):
+            yield Exchange(
+                kind, instruction, computation, i, groups, axes, shapes[i], payload, times
+            )
 
     def fusion_of(self, computation: str) -> tuple[str, Instruction] | None:
         """Return the fusion that a computation is the inside of, behind its own computation."""
@@ -268,7 +389,7 @@ class Hlo:
             return []
         end = self.text.find("\n\n", begin + 1)
         rows = _TABLE_ROW.findall(self.text, begin + len(name) + 2, end)
-        return [(int(number), row) for number, row in rows]
+        return [(int(key), row) for key, row in rows]
 
     @cached_property
     def _calls(self) -> dict[str, list[int]]:
@@ -293,21 +414,6 @@ class Hlo:
                 if opcode and (match := _COLLECTIVE.match(self.text, opcode.start())):
                     places.append((opcode.start(), _KINDS[match[1]], match[2] or ""))
         return sorted(places)
-
-    def _collective(self, position: int, kind: CollectiveOpcode, start: str) -> CollectiveOp:
-        instruction, name = instruction_at(self.text, position), self._computation_at(position)
-        shapes, count = instruction.results, len(instruction.operands)
-        if start and len(shapes) >= 2 * count:
-            # The start's result is (operands, results, what the backend needs besides).
-            shapes = shapes[count : 2 * count]
-        groups = self.groups(instruction.attributes)
-        if kind == "reduce-scatter" and (place := instruction.dimension) is not None:
-            sizes = [(*x[:place], x[place] * len(groups[0]), *x[place + 1 :]) for _, x in shapes]
-            shapes = tuple(map(Shape, (dtype for dtype, _ in shapes), sizes))
-        if kind == "all-reduce" and _SCATTERED.search(name):
-            # On TPU, a fusion that sums and takes the device's part of it.
-            kind = "reduce-scatter"
-        return CollectiveOp(kind, instruction, name, shapes, groups, self.times(name))
 
 
 def _fields(text: str) -> dict[str, int]:
@@ -429,117 +535,3 @@ def _group_numbers(text: str) -> tuple[int, ...]:
 
 
 _FORMS: Final = {_EXPLICIT: _explicit, _IOTA: _iota, _MESH: _groups_along_axes}
-
-
-Moved = Literal["argument", "gradient", "state", "activation", "unexplained"]
-# Names of collectives in user programs, as JAX has them in op_name.
-_CALLED: Final = frozenset({
-    "all_gather", "all_gather_invariant", "all_to_all", "pbroadcast", "pmax", "pmin", "ppermute",
-    "psum", "psum2", "psum_invariant", "psum_scatter", "ragged_all_to_all", "reduce_scatter",
-})  # fmt: skip
-
-
-class Exchange(NamedTuple):
-    """Array that a collective moves, without what it is."""
-
-    op: CollectiveOp
-    number: int
-    """Index of the array among the results."""
-    axes: tuple[str, ...]
-    shape: Shape
-    """Shape of what is moved, as one device has it before or behind: the larger one."""
-    payload: int
-    """Bytes of that array, or of all pieces that an all-to-all exchanges."""
-    sent_once: int
-    """Bytes that one device sends in an execution, by the algorithms that send least."""
-    times: int | None
-    """Executions in a step."""
-
-
-@record
-class Collective(NamedTuple):
-    """Array that a program moves between devices: a row of `Program.collectives`."""
-
-    kind: CollectiveOpcode
-    axes: tuple[str, ...]
-    """Mesh axes along which devices exchange data; empty if the mesh is not known."""
-    shape: str
-    """Dtype and dimensions of the whole array, such as "f32[16,512]"."""
-    payload: int
-    """Bytes of the whole array that is moved in one execution: of all-gather its result, of
-    reduce-scatter its operand."""
-    times: int | None
-    """Executions in a step; None within a loop whose trip count is not known."""
-    sent_once: int
-    """Bytes that one device sends in an execution."""
-    what: Moved
-    """Kind of array that is moved."""
-    moves: str
-    """Path of the argument or output that is moved, or JAX's name of the operation."""
-    reason: str
-    """Explains why the program moves it; of what is unexplained, the likely cause."""
-    is_expected: bool
-    """False for a collective that no planned array and no product needs."""
-    op_name: str
-    place: Place | None
-    """File and line of the user's program."""
-    name: str
-    """Name of the instruction in the HLO."""
-
-    @property
-    def is_called(self) -> bool:
-        """True if the program calls it, such as jax.lax.psum; False if XLA has put it in.
-
-        Of one that XLA has merged of both kinds it is False, too.
-        """
-        return is_called(self.op_name)
-
-    @property
-    def sent(self) -> int | None:
-        """Bytes that one device sends in a step; None without the number of executions."""
-        return None if self.times is None else self.sent_once * self.times
-
-    @property
-    def bytes(self) -> int | None:
-        """Bytes that are moved in a step: payload times executions."""
-        return None if self.times is None else self.payload * self.times
-
-    @property
-    def sent_at_least(self) -> int:
-        """Bytes that one device sends in a step; an unknown trip count counts as 1."""
-        return self.sent_once if self.sent is None else self.sent
-
-    def __str__(self) -> str:
-        times = "" if self.times in (None, 1) else f", {self.times:,} times"
-        place = "" if self.place is None else f" at {self.place}"
-        return f"{self.kind} of {self.shape}{times}{place} ({self.op_name or self.name})"
-
-
-def is_called(op_name: str) -> bool:
-    """Return whether JAX's name of an operation is of a collective in the user's program."""
-    # "jit(step)/shard_map/(psum:layer/psum)" is one that XLA has merged of two.
-    names = op_name.rstrip(")").split(":") if op_name.endswith(")") else [op_name]
-    return all(name.rpartition("/")[2].lstrip("(") in _CALLED for name in names)
-
-
-def exchanges(hlo: Hlo, axis_sizes: Mapping[str, int]) -> Iterator[Exchange]:
-    """Yield the arrays that collectives move, in the order of the text.
-
-    XLA may have combined several in one collective.
-    """
-    for op in hlo.collectives:
-        axes = op.groups.axes(axis_sizes) if axis_sizes else ()
-        sizes = [shape.bytes for shape in op.shapes]
-        if op.kind == "all-to-all":
-            sizes = [sum(sizes)]  # its results are pieces of one array
-        for place, size in enumerate(sizes):
-            sent = _sent_bytes(op, size)
-            yield Exchange(op, place, axes, op.shapes[place], size, sent, op.times)
-
-
-def _sent_bytes(op: CollectiveOp, size: int) -> int:
-    if op.kind == "collective-permute":
-        return size * any(source != target for source, target in op.groups)
-    devices = len(op.groups[0])
-    rounds = 2 if op.kind == "all-reduce" else 1
-    return round(rounds * size * (devices - 1) / devices)

@@ -21,7 +21,7 @@ from shardrules._plan.report import Page
 from shardrules._program.causes import REASONS
 from shardrules._program.executable import Executable, State, states
 from shardrules._program.facts import PRODUCTS
-from shardrules._program.hlo import Collective, Exchange, Hlo, exchanges, hlo_errors
+from shardrules._program.hlo import Collective, Exchange, Hlo, hlo_errors
 from shardrules._program.inputs import PlannedSharding, planned_targets
 from shardrules._program.libraries import call_of
 from shardrules._program.lock import Costs, compared, costs_of, program_lock_text, read_program_lock
@@ -95,7 +95,7 @@ class Program:
     def _exchanged(self) -> Sequence[tuple[Exchange, Row | None]]:
         """What is moved, and why, in the order of the text; None where no mesh is known."""
         with hlo_errors():
-            rows = list(exchanges(self._executable.hlo, self.axis_sizes))
+            rows = list(self._executable.hlo.exchanges(self.axis_sizes))
             reasons = self._reasons
             asked = [None] * len(rows) if reasons is None else reasons.rows(rows)
             return list(zip(rows, asked, strict=True))
@@ -133,10 +133,10 @@ class Program:
             return list(products(reasons.values, variation, reasons.leaves_of_product))
 
     def _collective(self, row: Exchange, asked: Row | None) -> Collective:
-        instruction = row.op.instruction
+        instruction = row.instruction
         reason = REASONS["unknown" if asked is None else asked.reason]
         return Collective(
-            kind=row.op.kind,
+            kind=row.kind,
             axes=row.axes,
             shape=str(row.shape),
             payload=row.payload,

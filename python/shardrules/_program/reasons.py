@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, partial
 from itertools import chain
 from math import prod
@@ -12,7 +12,7 @@ from shardrules._base.dtypes import bits_of
 from shardrules._base.specs import entry_axes
 from shardrules._plan.path_words import is_gathered, use_of
 from shardrules._plan.roles import experts_dim
-from shardrules._program.causes import REASONS
+from shardrules._program.causes import REASONS, REASONS_BY_ARRAY
 from shardrules._program.executable import Executable, State
 from shardrules._program.facts import (
     JOINS,
@@ -25,7 +25,7 @@ from shardrules._program.facts import (
     Use,
     summed_dims,
 )
-from shardrules._program.hlo import Exchange, Moved, is_called
+from shardrules._program.hlo import CollectiveOpcode, Exchange, Moved, is_called
 from shardrules._program.values import Values
 
 _PRODUCT_NAMES: Final = ("conv_general_dilated", "dot_general")
@@ -181,32 +181,35 @@ class Row:
     """Array that a collective moves, and what the table asks of it."""
 
     def __init__(self, reasons: Reasons, exchange: Exchange) -> None:
-        self.reasons = reasons
-        self.exchange = exchange
+        self.reasons: Reasons = reasons
+        self.exchange: Exchange = exchange
         self._values = reasons.values
         self._facts = reasons.facts
-        self.kind = exchange.op.kind
-        self.axes = frozenset(exchange.axes)
-        self.is_sum = self.kind in REDUCTIONS
+        self.kind: CollectiveOpcode = exchange.kind
+        self.axes: frozenset[str] = frozenset(exchange.axes)
+        self.is_sum: bool = self.kind in REDUCTIONS
         times = 1 if exchange.times is None else exchange.times
         self.sent = exchange.sent_once * times
-        self.is_small = self.sent < reasons.small
-        self.op_name = exchange.op.instruction.op_name or ""
+        self.is_small: bool = self.sent < reasons.small
+        self.op_name: str = exchange.instruction.op_name or ""
         self.called_name = self.op_name.rpartition("/")[2]
-        self.is_called = is_called(self.op_name)
-        self.operand = self._values.operand(exchange.op, exchange.number)
+        self.is_called: bool = is_called(self.op_name)
+        self.operand: int = self._values.operand(exchange)
         self.what, self.leaf = self._leaf()
         """What is moved: a key of the table; of an activation the kind of the collective."""
 
     @cached_property
     def reason(self) -> str:
         """Key of the first reason that applies."""
-        rows = _TABLE.get(self.what, _TABLE["all-to-all"])
+        if self.leaf is None and self.is_small:
+            return "small"
+        rows = REASONS_BY_ARRAY.get(self.what, REASONS_BY_ARRAY["all-to-all"])
         reason = next(key for key, applies in rows if applies(self))
-        if self.leaf is None and REASONS[reason].is_expected and self.is_of_cache:
-            return "cache"
-        is_warned = self.leaf is None and not REASONS[reason].is_expected
-        return "rows" if is_warned and self.is_of_table else reason
+        if self.leaf is not None:
+            return reason
+        if REASONS[reason].is_expected:
+            return "cache" if self.is_of_cache else reason
+        return "rows" if self.is_of_table else reason
 
     @property
     def moved(self) -> Moved:
@@ -219,7 +222,7 @@ class Row:
     def moves(self) -> str:
         """Path of the leaf that is moved, or JAX's name of the operation."""
         if self.leaf is None:
-            return self.op_name or self.exchange.op.instruction.name
+            return self.op_name or self.exchange.instruction.name
         words = {"argument": "", "state": "new "}.get(self.what, "gradient of ")
         return words + self.reasons.executable.inputs.paths[self.leaf]
 
@@ -244,16 +247,16 @@ class Row:
     @cached_property
     def result(self) -> int:
         """The moved array; of the pieces of an all-to-all what they are joined to."""
-        op, values = self.exchange.op, self._values
-        nodes = values.results(op)
-        if op.kind == "all-to-all" and len(nodes) > 1:
+        exchange, values = self.exchange, self._values
+        nodes = values.results(exchange)
+        if self.kind == "all-to-all" and len(nodes) > 1:
             size = len(nodes) * self._elements(nodes[0])
             behind = values.reached(
                 nodes[:1], lambda node: values.used_by[node] if self._elements(node) < size else ()
             )
             return next((node for node in behind if self._elements(node) == size), nodes[0])
-        node = nodes[self.exchange.number]
-        if op.kind == "reduce-scatter" and values.opcodes[node] == "all-reduce":
+        node = nodes[exchange.number]
+        if self.kind == "reduce-scatter" and values.opcodes[node] == "all-reduce":
             return next(self._made_by(SLICES, node), node)
         return node
 
@@ -275,7 +278,7 @@ class Row:
 
         TPUs compute so what is gathered for a product, or scattered behind it.
         """
-        pairs = self.exchange.op.groups
+        pairs = self.exchange.groups
         return (
             self.kind == "collective-permute"
             and self.called_name in _PRODUCT_NAMES
@@ -293,7 +296,7 @@ class Row:
         if source.opcode.removesuffix("-start") != self.kind:
             return False
         pairs = self._values.hlo.groups(source.attributes)
-        return {*self.exchange.op.groups} == {(target, sender) for sender, target in pairs}
+        return {*self.exchange.groups} == {(target, sender) for sender, target in pairs}
 
     @property
     def is_training(self) -> bool:
@@ -308,7 +311,7 @@ class Row:
         """Where the walk from the moved array ends, or from what is made of it by element."""
         # Only what is equal on all devices behind a gather can come to differ again.
         is_gather = self.kind == "all-gather"
-        dim = self.exchange.op.instruction.dimension if is_gather else None
+        dim = self.exchange.instruction.dimension if is_gather else None
         is_end = self.differs if is_gather else lambda _: False
         return list(self._facts.uses(self.result, dim, is_end))
 
@@ -572,7 +575,7 @@ class Row:
     @property
     def is_of_cache(self) -> bool:
         """True if rows are moved of a state that is written anew, as pages of a cache are."""
-        if self.is_training or self.is_small:
+        if self.is_training:
             return False
         lookup = self._facts.maker_of(self.operand, {"gather"})
         return lookup is not None and self._values.made_of[lookup][0] in self._facts.behind_updates
@@ -590,90 +593,3 @@ class Row:
                 return False
         arguments = (leaf for leaf in leaves if leaf is not None and leaf >= 0)
         return any(self.axes & self.reasons.executable.axes_of(leaf) for leaf in arguments)
-
-
-_TABLE: Final[Mapping[str, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
-    "argument": (
-        ("gather", lambda row: row.is_ring),
-        ("copy", lambda row: row.is_sum or (row.kind != "all-gather" and row.is_small)),
-        ("moved", lambda row: row.kind != "all-gather"),
-        ("sliced", lambda row: not row.is_small and row.is_sliced),
-        ("table", lambda row: not row.is_small and row.is_for_rows),
-        ("loop", lambda row: row.result in row.reasons.held),
-        ("same work", lambda row: row.is_same_work),
-        ("wide", lambda row: row.is_wide),
-        ("all experts", lambda row: row.is_of_experts),
-        ("layer", lambda row: row.layers > 1),
-        ("anew", lambda row: row.is_anew),
-        ("gather", lambda _: True),
-    ),
-    "sum": (
-        ("whole gradient", lambda row: row.is_stacked),
-        ("microbatch", lambda row: row.is_repeated),
-        ("gradient", lambda row: row.is_batch),
-        ("partial", lambda _: True),
-    ),
-    "gradient": (
-        ("cache", lambda row: not row.is_training and row.is_of_shards),
-        ("state", lambda row: not row.is_training),
-        ("small", lambda row: row.is_small),
-        ("whole gradient", lambda row: row.is_of_shards),
-        ("gradient", lambda _: True),
-    ),
-    "state": (
-        ("state", lambda row: row.kind == "all-to-all" and row.is_training),
-        ("cache", lambda row: row.kind == "all-to-all"),
-        ("cache", lambda row: row.is_of_shards and not row.is_training and row.is_written),
-        ("gather", lambda row: row.result not in row.reasons.next_state_of),
-        ("update", lambda row: row.kind != "all-gather"),
-        ("cache", lambda row: row.is_of_shards or row.is_written or row.exchange.times != 1),
-        ("update", lambda _: True),
-    ),
-    "all-reduce": (
-        ("small", lambda row: row.is_small),
-        ("again", lambda row: not row.differs(row.operand)),
-        ("sliced", lambda row: row.is_called and row.is_sliced),
-        ("trips", lambda row: row.is_called and row.is_carried),
-        ("called", lambda row: row.is_called),
-        # Sums along other axes, of gradients of activations, are in no order that a user chose.
-        ("early", lambda row: row.is_batch and row.is_early),
-        # Sums along an axis of the batch without a kernel are of statistics, of gradients on their
-        # way to a table, and of keys whose queries are on other devices.
-        ("batch", lambda row: row.is_batch and row.has_planned_factor and not row.is_cheap),
-        ("partial", lambda row: row.is_batch),
-        ("turned", lambda row: row.has_planned_factor and (row.is_widened or row.is_of_whole)),
-        ("partial", lambda _: True),
-    ),
-    "collective-permute": (
-        ("small", lambda row: row.is_small),
-        ("back", lambda row: row.is_sent_back),
-        ("called", lambda row: row.is_called),
-        ("parts", lambda row: not row.op_name),
-        ("batch", lambda row: row.is_batch),
-        ("parts", lambda row: row.is_ring),
-        ("unknown", lambda _: True),
-    ),
-    "all-to-all": (
-        ("small", lambda row: row.is_small),
-        ("optimizer", lambda row: row.operand in row.reasons.behind_gradients),
-        ("called", lambda row: row.is_called),
-        ("experts", lambda row: row.axes <= row.reasons.expert_axes),
-        ("parts", lambda row: row.is_batch and row.is_for_gradient),
-        ("batch", lambda row: row.is_batch),
-        ("parts", lambda row: bool(row.products)),
-        ("reshard", lambda _: True),
-    ),
-    "all-gather": (
-        ("small", lambda row: row.is_small),
-        ("parts", lambda row: row.is_ring and not row.is_batch),
-        ("batch", lambda row: row.is_batch and not row.differing),
-        ("sliced", lambda row: not row.differing and row.is_sliced),
-        ("called", lambda row: row.is_called and not row.is_batch),
-        ("alike", lambda row: not row.differing),
-        ("summed", lambda row: not row.is_batch and row.is_along_sum),
-        ("parts", lambda row: not row.is_batch or row.is_for_gradient),
-        ("batch", lambda row: row.is_for_planned and not row.is_cheap),
-        ("parts", lambda _: True),
-    ),
-}
-"""Reasons by what is moved, the first that applies."""

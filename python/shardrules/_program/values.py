@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Final, TypeVar
 
 from shardrules._program.computation import Instruction, Shape
-from shardrules._program.hlo import CollectiveOp, Hlo
+from shardrules._program.hlo import Exchange, Hlo
 
 Tree = int | tuple["Tree", ...]
 """Value of an instruction: a node, or the values of a tuple's elements."""
@@ -84,13 +84,13 @@ class Values:
                 tree = tree[place] if place < len(tree) else ()
         return tree if isinstance(tree, int) else None
 
-    def operand(self, op: CollectiveOp, number: int) -> int:
+    def operand(self, exchange: Exchange) -> int:
         """Return the array that a collective moves, as it is before."""
-        return self.of(op.computation, op.instruction.operands[number])[0]
+        return self.of(exchange.computation, exchange.instruction.operands[exchange.number])[0]
 
-    def results(self, op: CollectiveOp) -> Sequence[int]:
-        """List the arrays that a collective returns."""
-        return self.of(op.computation, op.instruction.name)
+    def results(self, exchange: Exchange) -> Sequence[int]:
+        """List all arrays that the collective of an exchange returns."""
+        return self.of(exchange.computation, exchange.instruction.name)
 
     def order(self, node: int) -> Sequence[int]:
         """List the dimensions of an array, the outermost in memory first."""

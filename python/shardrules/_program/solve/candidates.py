@@ -18,7 +18,7 @@ from shardrules._place.mesh import as_mesh, axes_of_type, has_devices
 from shardrules._plan.answers import Column, Table
 from shardrules._plan.planning import plan
 from shardrules._program.compiler import has_child
-from shardrules._program.hlo import exchanges, hlo_errors
+from shardrules._program.hlo import hlo_errors
 from shardrules._program.memory import OutOfMemory
 from shardrules._program.program import Program
 from shardrules._program.solve.constraints import constrained_step, spec_of_cuts
@@ -256,7 +256,7 @@ def _costs(layout: Contender, program: Program, peak: int) -> StepCost:
     executable, hlo = program._executable, program._executable.hlo
     with hlo_errors():
         done = sum(size for _, size in product_nodes(executable.values)) + flops_of_kernels(hlo)
-        rows = list(exchanges(hlo, program.axis_sizes))
+        rows = list(hlo.exchanges(program.axis_sizes))
     sent: Counter[tuple[str, ...]] = Counter()
     seconds: defaultdict[tuple[str, ...], float] = defaultdict(float)
     for row in rows:
@@ -264,7 +264,7 @@ def _costs(layout: Contender, program: Program, peak: int) -> StepCost:
         if axes:
             size = row.sent_once * (1 if row.times is None else row.times)
             sent[axes] += size
-            seconds[axes] += machine.seconds(row.op.kind, axes, size)
+            seconds[axes] += machine.seconds(row.kind, axes, size)
     # What is sent beyond the gathers and sums of weights that are predicted, products wait for.
     hidden = defaultdict[tuple[str, ...], float](float)
     for predicted in spread.sent:

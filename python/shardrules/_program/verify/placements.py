@@ -215,7 +215,7 @@ def closed_over(executable: Executable, large: int) -> Iterator[Finding]:
     """Yield a finding about large arrays that the function has without being given them."""
     entry = executable.hlo[executable.hlo.entry]
     lines = list(entry.of_opcode("constant"))
-    if entry.counts[0] > len(executable.kept):
+    if entry.parameter_count > len(executable.kept):
         lines += [line for line in entry.parameters if line.parameter not in executable.leaf_of]
     size = sum(shape.bytes for line in lines for shape in line.results)
     if size >= max(large, _SMALL):

@@ -121,7 +121,7 @@ def _movement_finding(
     entry = repr(batch[0] if len(batch) == 1 else tuple(batch))
     spec = f"P({', '.join([entry, *['None'] * (rank - 1)])})"
     line = "" if first.place is None else f" at {first.place}"
-    fix = cause.fix.format(mend=cause.mend.format(spec=spec), axes=", ".join(axes), line=line)
+    fix = cause.fix.format(spec=spec, axes=", ".join(axes), line=line)
     leaves = [row.moves.rpartition(" ")[2] for row in rows if row.what in ("gradient", "state")]
     paths, count = tuple(dict.fromkeys(leaves)), len(leaves)
     return Finding("warning", "unexpected", message, fix, paths=paths, leaves=count, bytes=size)
