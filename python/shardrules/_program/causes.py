@@ -1,12 +1,8 @@
-"""The reasons for which a program moves an array: which applies, in words, and what to do."""
+"""Words for the reasons for which a program moves an array, and what to do about each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
-
-if TYPE_CHECKING:
-    from shardrules._program.reasons import Row
+from typing import Final, NamedTuple
 
 
 class Cause(NamedTuple):
@@ -136,85 +132,3 @@ REASONS: Final[dict[str, Cause]] = {
     ),
 }  # fmt: skip
 """Reasons by key."""
-
-REASONS_BY_ARRAY: Final[Mapping[str, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
-    "argument": (
-        ("gather", lambda row: row.is_ring),
-        ("copy", lambda row: row.is_sum or (row.kind != "all-gather" and row.is_small)),
-        ("moved", lambda row: row.kind != "all-gather"),
-        ("sliced", lambda row: not row.is_small and row.is_sliced),
-        ("table", lambda row: not row.is_small and row.is_for_rows),
-        ("loop", lambda row: row.result in row.reasons.held),
-        ("same work", lambda row: row.is_same_work),
-        ("wide", lambda row: row.is_wide),
-        ("all experts", lambda row: row.is_of_experts),
-        ("layer", lambda row: row.layers > 1),
-        ("anew", lambda row: row.is_anew),
-        ("gather", lambda _: True),
-    ),
-    "sum": (
-        ("whole gradient", lambda row: row.is_stacked),
-        ("microbatch", lambda row: row.is_repeated),
-        ("gradient", lambda row: row.is_batch),
-        ("partial", lambda _: True),
-    ),
-    "gradient": (
-        ("cache", lambda row: not row.is_training and row.is_of_shards),
-        ("state", lambda row: not row.is_training),
-        ("small", lambda row: row.is_small),
-        ("whole gradient", lambda row: row.is_of_shards),
-        ("gradient", lambda _: True),
-    ),
-    "state": (
-        ("state", lambda row: row.kind == "all-to-all" and row.is_training),
-        ("cache", lambda row: row.kind == "all-to-all"),
-        ("cache", lambda row: row.is_of_shards and not row.is_training and row.is_written),
-        ("gather", lambda row: row.result not in row.reasons.next_state_of),
-        ("update", lambda row: row.kind != "all-gather"),
-        ("cache", lambda row: row.is_of_shards or row.is_written or row.exchange.times != 1),
-        ("update", lambda _: True),
-    ),
-    "all-reduce": (
-        ("again", lambda row: not row.differs(row.operand)),
-        ("sliced", lambda row: row.is_called and row.is_sliced),
-        ("trips", lambda row: row.is_called and row.is_carried),
-        ("called", lambda row: row.is_called),
-        # Sums along other axes, of gradients of activations, are in no order that a user chose.
-        ("early", lambda row: row.is_batch and row.is_early),
-        # Sums along an axis of the batch without a kernel are of statistics, of gradients on their
-        # way to a table, and of keys whose queries are on other devices.
-        ("batch", lambda row: row.is_batch and row.has_planned_factor and not row.is_cheap),
-        ("partial", lambda row: row.is_batch),
-        ("turned", lambda row: row.has_planned_factor and (row.is_widened or row.is_of_whole)),
-        ("partial", lambda _: True),
-    ),
-    "collective-permute": (
-        ("back", lambda row: row.is_sent_back),
-        ("called", lambda row: row.is_called),
-        ("parts", lambda row: not row.op_name),
-        ("batch", lambda row: row.is_batch),
-        ("parts", lambda row: row.is_ring),
-        ("unknown", lambda _: True),
-    ),
-    "all-to-all": (
-        ("optimizer", lambda row: row.operand in row.reasons.behind_gradients),
-        ("called", lambda row: row.is_called),
-        ("experts", lambda row: row.axes <= row.reasons.expert_axes),
-        ("parts", lambda row: row.is_batch and row.is_for_gradient),
-        ("batch", lambda row: row.is_batch),
-        ("parts", lambda row: bool(row.products)),
-        ("reshard", lambda _: True),
-    ),
-    "all-gather": (
-        ("parts", lambda row: row.is_ring and not row.is_batch),
-        ("batch", lambda row: row.is_batch and not row.differing),
-        ("sliced", lambda row: not row.differing and row.is_sliced),
-        ("called", lambda row: row.is_called and not row.is_batch),
-        ("alike", lambda row: not row.differing),
-        ("summed", lambda row: not row.is_batch and row.is_along_sum),
-        ("parts", lambda row: not row.is_batch or row.is_for_gradient),
-        ("batch", lambda row: row.is_for_planned and not row.is_cheap),
-        ("parts", lambda _: True),
-    ),
-}
-"""Keys of reasons by what is moved, the first that applies; of an activation by the collective."""

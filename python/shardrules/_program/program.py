@@ -19,6 +19,7 @@ from shardrules._plan.findings import Findings
 from shardrules._plan.lock import content_of
 from shardrules._plan.report import Page
 from shardrules._program.causes import REASONS
+from shardrules._program.context import Context
 from shardrules._program.executable import Executable, State, states
 from shardrules._program.facts import PRODUCTS
 from shardrules._program.hlo import Collective, Exchange, Hlo, hlo_errors
@@ -26,7 +27,7 @@ from shardrules._program.inputs import PlannedSharding, planned_targets
 from shardrules._program.libraries import call_of
 from shardrules._program.lock import Costs, compared, costs_of, program_lock_text, read_program_lock
 from shardrules._program.memory import Memory, Totals, memory_of, totals_of
-from shardrules._program.reasons import Reasons, Row
+from shardrules._program.reasons import Row, rows
 from shardrules._program.topologies.topology import Topology
 from shardrules._program.topologies.tpu import Slices
 from shardrules._program.work import (
@@ -95,22 +96,22 @@ class Program:
     def _exchanged(self) -> Sequence[tuple[Exchange, Row | None]]:
         """What is moved, and why, in the order of the text; None where no mesh is known."""
         with hlo_errors():
-            rows = list(self._executable.hlo.exchanges(self.axis_sizes))
-            reasons = self._reasons
-            asked = [None] * len(rows) if reasons is None else reasons.rows(rows)
-            return list(zip(rows, asked, strict=True))
+            exchanges = list(self._executable.hlo.exchanges(self.axis_sizes))
+            if self._context is None:
+                return [(exchange, None) for exchange in exchanges]
+            return list(zip(exchanges, rows(self._context, exchanges), strict=True))
 
     @cached_property
-    def _reasons(self) -> Reasons | None:
+    def _context(self) -> Context | None:
         if self._executable.mesh is None:
             return None
-        return Reasons(self._executable, self._carried, self._batches, SMALL)
+        return Context(self._executable, self._carried, self._batches, SMALL)
 
     @cached_property
     def batch_axes(self) -> frozenset[str]:
         """Mesh axes that shard the batch, as the program has it."""
         _ = self.collectives  # those that sum gradients
-        return frozenset() if self._reasons is None else self._reasons.batch_axes
+        return frozenset() if self._context is None else self._context.batch_axes
 
     @cached_property
     def totals(self) -> Totals | None:
@@ -125,12 +126,12 @@ class Program:
     @cached_property
     def products(self) -> Sequence[Product]:
         """Matrix products and convolutions that a device computes."""
-        reasons, hlo = self._reasons, self._executable.hlo
-        if reasons is None or not any(hlo.has(f" {opcode}(") for opcode in PRODUCTS):
+        context, hlo = self._context, self._executable.hlo
+        if context is None or not any(hlo.has(f" {opcode}(") for opcode in PRODUCTS):
             return ()
         with hlo_errors():
-            variation = reasons.executable.variation
-            return list(products(reasons.values, variation, reasons.leaves_of_product))
+            variation = context.executable.variation
+            return list(products(context.values, variation, context.leaves_of_product))
 
     def _collective(self, row: Exchange, asked: Row | None) -> Collective:
         instruction = row.instruction

@@ -1,19 +1,14 @@
-"""Finds what a program moves, and why: a table of reasons, and the questions that it asks."""
+"""Why a program moves each array: a table of reasons, and the questions that it asks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, partial
-from itertools import chain
-from math import prod
 from typing import Final, cast
 
 from shardrules._base.dtypes import bits_of
-from shardrules._base.specs import entry_axes
-from shardrules._plan.path_words import is_gathered, use_of
-from shardrules._plan.roles import experts_dim
-from shardrules._program.causes import REASONS, REASONS_BY_ARRAY
-from shardrules._program.executable import Executable, State
+from shardrules._program.causes import REASONS
+from shardrules._program.context import Context
 from shardrules._program.facts import (
     JOINS,
     MOVES,
@@ -21,12 +16,10 @@ from shardrules._program.facts import (
     REDUCTIONS,
     SLICES,
     UPDATES,
-    Facts,
     Use,
     summed_dims,
 )
-from shardrules._program.hlo import CollectiveOpcode, Exchange, Moved, is_called
-from shardrules._program.values import Values
+from shardrules._program.hlo import Exchange, Moved, is_called
 
 _PRODUCT_NAMES: Final = ("conv_general_dilated", "dot_general")
 _NARROW: Final = 8
@@ -35,166 +28,35 @@ _CARRIERS: Final = frozenset({"f16", "s8", "u8"})
 """Dtypes that backends without collectives of narrower numbers gather for them."""
 _ADDED: Final = JOINS | MOVES | SLICES | UPDATES.keys() | {"add", "select", "subtract"}
 """Operations that can as well come before a sum over devices."""
-_BATCH_SHARE: Final = 0.1
-"""Share of the elements of all states whose gradients an axis of the batch sums."""
 
 
-class Reasons:
-    """Finds the reasons of a program's collectives.
-
-    Args:
-        executable: The compiled function; it has an HLO text and a mesh.
-        carried: States, which come back changed.
-        batches: Leaves of the inputs that are no states and no planned parameters.
-        small: Bytes that a device sends, below which a collective needs no reason.
-    """
-
-    def __init__(
-        self, executable: Executable, carried: Sequence[State], batches: Sequence[int], small: int
-    ) -> None:
-        assert executable.mesh is not None
-        self.executable = executable
-        self.small = small
-        self.axis_sizes: dict[str, int] = dict(executable.mesh.shape)
-        self._carried = carried
-        self._batches = batches
-        self._next_of: dict[int, frozenset[int]] = {}
-
-    def rows(self, exchanges: Sequence[Exchange]) -> Sequence[Row]:
-        """Return a row for each of a module's exchanges, in order."""
-        rows = [Row(self, exchange) for exchange in exchanges]
-        # Without the rows themselves, which would keep the graph in memory as a cycle.
-        sums = (row for row in rows if row.what == "sum")
-        self._sums = [(row.result, row.leaf, row.axes) for row in sums if row.leaf is not None]
-        return rows
-
-    @property
-    def values(self) -> Values:
-        return self.executable.values
-
-    @property
-    def facts(self) -> Facts:
-        return self.executable.facts
-
-    @cached_property
-    def leaf_of_copy(self) -> Sequence[int | None]:
-        """Leaf of the inputs that each value is a copy of; -1 of a constant of the program."""
-        parameters = (origin and origin.parameter for origin in self.facts.origins)
-        leaf_of = self.executable.leaf_of
-        return [None if number is None else leaf_of.get(number, -1) for number in parameters]
-
-    @cached_property
-    def next_state_of(self) -> Mapping[int, int]:
-        """Leaf of the inputs whose next state is made of a value, element by element."""
-        pairs = [pair for state in self._carried for pair in zip(*state[:2], strict=True)]
-        # A gradient is that of the parameter, which more is made of than of its moments.
-        number_of, used_by = self.executable.parameter_of, self.values.used_by
-        node_of = {leaf: self.values.parameters[number] for leaf, number in number_of.items()}
-        pairs.sort(key=lambda pair: -len(used_by[node_of[pair[0]]]) if pair[0] in node_of else 0)
-        results = self.executable.results
-        return self.facts.next_states((before, results[after]) for before, after in pairs)
-
-    def leaves_of_product(self, node: int) -> frozenset[int]:
-        """Return the leaves of the inputs that a product multiplies, or whose gradient it is."""
-        leaves = {self.leaf_of_copy[factor] for factor in self.values.made_of[node]}
-        leaves.add(self.next_state_of.get(node))
-        return frozenset(leaf for leaf in leaves if leaf is not None and leaf >= 0)
-
-    @cached_property
-    def batch_axes(self) -> frozenset[str]:
-        """Mesh axes that shard the batch: those of its leaves, or else those that sum gradients.
-
-        If the whole batch is on each device, it is those that are for it by their names.
-        """
-        axes = frozenset().union(*map(self.executable.axes_of, self._batches))
-        axes = axes or self._gradient_axes()
-        return axes or frozenset(axis for axis in self.axis_sizes if is_gathered(axis))
-
-    def _gradient_axes(self) -> frozenset[str]:
-        """Return the axes over which gradients are summed, but for those of a few."""
-        leaves_of: dict[str, set[int]] = {}
-        for _, leaf, axes in self._sums:
-            for axis in axes:
-                leaves_of.setdefault(axis, set()).add(leaf)
-        least = _BATCH_SHARE * self.size(chain(*(state.inputs for state in self._carried)))
-        return frozenset(axis for axis, leaves in leaves_of.items() if self.size(leaves) > least)
-
-    @cached_property
-    def behind_gradients(self) -> frozenset[int]:
-        """Values that are made of summed gradients, as those of an optimizer are."""
-        sums = [result for result, _, _ in self._sums]
-        return frozenset(self.values.reached(sums, lambda node: self.values.used_by[node]))
-
-    def next_of(self, leaf: int) -> frozenset[int]:
-        """Return the values that are made of a leaf element by element."""
-        if leaf not in self._next_of:
-            node = self.values.parameters[self.executable.parameter_of[leaf]]
-            self._next_of[leaf] = self.facts.results([node])
-        return self._next_of[leaf]
-
-    def size(self, leaves: Iterable[int]) -> int:
-        """Count the elements of leaves of the inputs."""
-        return sum(prod(self.executable.inputs.shapes[leaf]) for leaf in leaves)
-
-    def count(self, axes: Iterable[str]) -> int:
-        """Count the devices along mesh axes."""
-        return prod(self.axis_sizes[axis] for axis in axes)
-
-    @cached_property
-    def held(self) -> set[int]:
-        """Stacks that a loop keeps whole while each of its trips takes a slice."""
-        carried, sliced, values = set(), set(), self.values
-        for node, opcode in enumerate(values.opcodes):
-            if opcode == "while":
-                carried.add(self.facts.source_of(values.made_of[node][0]))
-            elif opcode in SLICES and self.facts.layers(values.made_of[node][0], node) > 1:
-                sliced.add(self.facts.source_of(values.made_of[node][0]))
-        return carried & sliced
-
-    def expert_axes_of(self, leaf: int) -> frozenset[str]:
-        """Return the mesh axes that shard the experts of a leaf, if it has a dimension of them."""
-        side = self.executable.inputs
-        dim = experts_dim(side.paths[leaf], side.shapes[leaf])
-        spec = getattr(side.shardings[leaf], "spec", None)
-        entries = () if dim is None or spec is None else spec[dim : dim + 1]
-        return frozenset(chain(*map(entry_axes, entries)))
-
-    @cached_property
-    def expert_axes(self) -> frozenset[str]:
-        """Mesh axes that shard the experts of arguments, or have a name for experts."""
-        cuts = map(self.expert_axes_of, range(len(self.executable.inputs.shardings)))
-        return self._axes_named_for_experts.union(*cuts)
-
-    @cached_property
-    def axes_for_experts(self) -> frozenset[str]:
-        """Mesh axes that have a name for experts, or shard nothing but experts and the batch."""
-        leaves = set(range(len(self.executable.inputs.shardings))).difference(self._batches)
-        others = (self.executable.axes_of(leaf) - self.expert_axes_of(leaf) for leaf in leaves)
-        return frozenset(self.axis_sizes).difference(*others) | self._axes_named_for_experts
-
-    @property
-    def _axes_named_for_experts(self) -> frozenset[str]:
-        return frozenset(axis for axis in self.axis_sizes if use_of(axis) == "experts")
+def rows(context: Context, exchanges: Sequence[Exchange]) -> Sequence[Row]:
+    """Return a row for each of a module's exchanges, in order."""
+    rows = [Row(context, exchange) for exchange in exchanges]
+    # Without the rows themselves, which would keep the graph in memory as a cycle.
+    sums = (row for row in rows if row.what == "sum")
+    context.sums = [(row.result, row.leaf, row.axes) for row in sums if row.leaf is not None]
+    return rows
 
 
 class Row:
     """Array that a collective moves, and what the table asks of it."""
 
-    def __init__(self, reasons: Reasons, exchange: Exchange) -> None:
-        self.reasons: Reasons = reasons
-        self.exchange: Exchange = exchange
-        self._values = reasons.values
-        self._facts = reasons.facts
-        self.kind: CollectiveOpcode = exchange.kind
-        self.axes: frozenset[str] = frozenset(exchange.axes)
-        self.is_sum: bool = self.kind in REDUCTIONS
+    def __init__(self, context: Context, exchange: Exchange) -> None:
+        self.context = context
+        self.exchange = exchange
+        self._values = context.values
+        self._facts = context.facts
+        self.kind = exchange.kind
+        self.axes = frozenset(exchange.axes)
+        self.is_sum = self.kind in REDUCTIONS
         times = 1 if exchange.times is None else exchange.times
         self.sent = exchange.sent_once * times
-        self.is_small: bool = self.sent < reasons.small
-        self.op_name: str = exchange.instruction.op_name or ""
+        self.is_small = self.sent < context.small
+        self.op_name = exchange.instruction.op_name or ""
         self.called_name = self.op_name.rpartition("/")[2]
-        self.is_called: bool = is_called(self.op_name)
-        self.operand: int = self._values.operand(exchange)
+        self.is_called = is_called(self.op_name)
+        self.operand = self._values.operand(exchange)
         self.what, self.leaf = self._leaf()
         """What is moved: a key of the table; of an activation the kind of the collective."""
 
@@ -203,7 +65,7 @@ class Row:
         """Key of the first reason that applies."""
         if self.leaf is None and self.is_small:
             return "small"
-        rows = REASONS_BY_ARRAY.get(self.what, REASONS_BY_ARRAY["all-to-all"])
+        rows = _TABLE.get(self.what, _TABLE["all-to-all"])
         reason = next(key for key, applies in rows if applies(self))
         if self.leaf is not None:
             return reason
@@ -224,14 +86,14 @@ class Row:
         if self.leaf is None:
             return self.op_name or self.exchange.instruction.name
         words = {"argument": "", "state": "new "}.get(self.what, "gradient of ")
-        return words + self.reasons.executable.inputs.paths[self.leaf]
+        return words + self.context.executable.inputs.paths[self.leaf]
 
     def _leaf(self) -> tuple[str, int | None]:
         """Find the argument that is moved, or else the one whose new state is made of it."""
-        leaf = self.reasons.leaf_of_copy[self.operand]
+        leaf = self.context.leaf_of_copy[self.operand]
         if leaf is not None and leaf >= 0:
             return "argument", leaf
-        state_of = self.reasons.next_state_of
+        state_of = self.context.next_state_of
         state = None if leaf is not None else state_of.get(self.result)
         if leaf is None and state is None and self.kind in ("all-gather", "all-to-all"):
             state = state_of.get(self._source)  # not returned so, as if evaluated
@@ -270,7 +132,7 @@ class Row:
 
     def _is_made_of(self, leaf: int) -> bool:
         """Say whether what is moved is made of the state's old value, element by element."""
-        return self.operand in self.reasons.next_of(leaf)
+        return self.operand in self.context.next_of(leaf)
 
     @property
     def is_ring(self) -> bool:
@@ -287,7 +149,7 @@ class Row:
 
     @property
     def is_batch(self) -> bool:
-        return not self.axes.isdisjoint(self.reasons.batch_axes)
+        return not self.axes.isdisjoint(self.context.batch_axes)
 
     @property
     def is_sent_back(self) -> bool:
@@ -304,7 +166,7 @@ class Row:
 
     def differs(self, node: int) -> bool:
         """Say whether a value differs along the axes."""
-        return not self.axes.isdisjoint(self.reasons.executable.variation.of([node]))
+        return not self.axes.isdisjoint(self.context.executable.variation.of([node]))
 
     @cached_property
     def uses(self) -> Sequence[Use]:
@@ -318,7 +180,7 @@ class Row:
     @property
     def is_sliced(self) -> bool:
         """True if each device uses one of the parts of what it gets, or of an argument sums."""
-        count = self.reasons.count(self.axes)
+        count = self.context.count(self.axes)
         return bool(self.uses) and all(
             (
                 # A sum over two devices sends as much as a gather of their parts.
@@ -379,15 +241,15 @@ class Row:
 
     @property
     def _sharding(self) -> frozenset[str]:
-        return frozenset() if self.leaf is None else self.reasons.executable.axes_of(self.leaf)
+        return frozenset() if self.leaf is None else self.context.executable.axes_of(self.leaf)
 
     @cached_property
     def gathered(self) -> frozenset[str]:
         """Axes that shard the leaf, and do not shard the copy."""
         if self.leaf is None or self.kind != "all-gather" or not self._sharding:
             return frozenset()
-        size, of_leaf = self.layers * self._elements(self.result), self.reasons.size([self.leaf])
-        if size * self.reasons.count(self._sharding) <= of_leaf:
+        size, of_leaf = self.layers * self._elements(self.result), self.context.size([self.leaf])
+        if size * self.context.count(self._sharding) <= of_leaf:
             return frozenset()
         return self._sharding if size >= of_leaf else self._sharding & self.axes
 
@@ -395,7 +257,7 @@ class Row:
     def is_same_work(self) -> bool:
         """True if what the copy is multiplied by is equal along some of its axes."""
         factors = [factor for use in self.products for factor in self._factors(use)]
-        axes = self.reasons.executable.variation.of(factors)
+        axes = self.context.executable.variation.of(factors)
         return bool(factors) and not axes.issuperset(self.gathered)
 
     @property
@@ -403,7 +265,7 @@ class Row:
         """True if the copy's dtype is wider than the argument's, whose numbers have a byte."""
         if self.leaf is None or (origin := self._facts.origins[self.operand]) is None:
             return False
-        stored = bits_of(self.reasons.executable.inputs.dtypes[self.leaf])
+        stored = bits_of(self.context.executable.inputs.dtypes[self.leaf])
         shape = self.exchange.shape
         is_carrier = not origin.is_scaled and shape.dtype in _CARRIERS
         return stored <= _NARROW and shape.bits > stored and not is_carrier
@@ -411,8 +273,8 @@ class Row:
     @property
     def is_of_experts(self) -> bool:
         """True if devices get all experts over an axis that is for experts."""
-        axes = self.gathered & self.reasons.axes_for_experts
-        return self.leaf is not None and not axes.isdisjoint(self.reasons.expert_axes_of(self.leaf))
+        axes = self.gathered & self.context.axes_for_experts
+        return self.leaf is not None and not axes.isdisjoint(self.context.expert_axes_of(self.leaf))
 
     @property
     def layers(self) -> int:
@@ -447,7 +309,7 @@ class Row:
         """
         times = self.exchange.times or 1
         users = (use.user for use in self.uses if self._values.opcodes[use.user] in UPDATES)
-        count = self.reasons.count(self._sharding - self.axes)
+        count = self.context.count(self._sharding - self.axes)
         summed = self.exchange.shape.elements * times * count if times > 1 else 0
         return summed, count * max(map(self._elements, users), default=0)
 
@@ -459,7 +321,7 @@ class Row:
         loop over leaves that the step stacks sums as much as the gradients of all of them have.
         """
         summed, stack = self._summed_in_loop
-        size = 0 if self.leaf is None else self.reasons.size([self.leaf])
+        size = 0 if self.leaf is None else self.context.size([self.leaf])
         return not self._sharding.issuperset(self.axes) and summed >= 2 * max(size, stack)
 
     @property
@@ -469,7 +331,7 @@ class Row:
         if self.leaf is None or not summed or self._sharding.isdisjoint(self.axes):
             return False
         # Otherwise it is of an activation, on its way to the gradient.
-        is_gradient = self.reasons.size([self.leaf]) % summed == 0
+        is_gradient = self.context.size([self.leaf]) % summed == 0
         return is_gradient and stack >= summed
 
     @cached_property
@@ -479,7 +341,7 @@ class Row:
         return () if product is None else self._values.made_of[product]
 
     def _is_planned(self, node: int) -> bool:
-        return self.reasons.leaf_of_copy[node] is not None
+        return self.context.leaf_of_copy[node] is not None
 
     @property
     def has_planned_factor(self) -> bool:
@@ -492,7 +354,7 @@ class Row:
         At twice, as in a narrow MLP, gathering what was whole before sends as much.
         """
         factors = (node for node in self._summed_factors if not self._is_planned(node))
-        size = self.reasons.count(self.axes) * max(map(self._elements, factors), default=0)
+        size = self.context.count(self.axes) * max(map(self._elements, factors), default=0)
         return 0 < 4 * size <= self.exchange.shape.elements and "transpose(" not in self.op_name
 
     @property
@@ -506,7 +368,7 @@ class Row:
             part = self._facts.maker_of(factor, SLICES)
             if part is not None and not self._is_planned(factor):
                 array = self._values.made_of[part][0]
-                size = self.reasons.count(self.axes) * self._elements(part)
+                size = self.context.count(self.axes) * self._elements(part)
                 if self._elements(array) == size and not self.differs(array):
                     return True
         return False
@@ -532,8 +394,8 @@ class Row:
         Otherwise each device would compute a sum over its part of the batch, in float32, for all
         devices to reduce.
         """
-        leaves = {self.reasons.next_state_of.get(use.user) for use in self.products}
-        sizes = [4 * self.reasons.size([leaf]) for leaf in leaves if leaf is not None]
+        leaves = {self.context.next_state_of.get(use.user) for use in self.products}
+        sizes = [4 * self.context.size([leaf]) for leaf in leaves if leaf is not None]
         return len(sizes) == len(leaves) == 1 and self.sent <= sizes[0]
 
     @property
@@ -541,14 +403,14 @@ class Row:
         """True if no more is sent than to gather the planned factors in its place."""
         factors = self.differing or self._summed_factors
         planned = {node for node in factors if self._is_planned(node)}
-        others = self.reasons.count(self.axes) - 1
+        others = self.context.count(self.axes) - 1
         sizes = (self._values.shapes[node].bytes for node in planned)
         return self.exchange.sent_once <= others * sum(sizes)
 
     @property
     def is_for_planned(self) -> bool:
         """True if it is multiplied by planned arrays, or for nothing but gradients."""
-        state_of = self.reasons.next_state_of
+        state_of = self.context.next_state_of
         return any(map(self._is_planned, self.differing)) or all(
             use.user in state_of for use in self.products
         )
@@ -563,7 +425,7 @@ class Row:
         """
         if self.operand in self._facts.behind_sums:
             return False
-        count = self.reasons.count(self.axes)
+        count = self.context.count(self.axes)
         return any(
             any(map(self._is_planned, self._factors(use)))
             and use.dim in summed_dims(self._values.lines[use.user], place)
@@ -585,11 +447,94 @@ class Row:
         """True if rows of an argument that these axes shard are moved, or their gradients."""
         lookup = self._facts.maker_of(self.operand, {"gather"})
         if lookup is not None:
-            leaves = [self.reasons.leaf_of_copy[node] for node in self._values.made_of[lookup]]
+            leaves = [self.context.leaf_of_copy[node] for node in self._values.made_of[lookup]]
         else:
             rows = [use.user for use in self.uses if use.opcode == "scatter"]
-            leaves = [self.reasons.next_state_of.get(node) for node in rows]
+            leaves = [self.context.next_state_of.get(node) for node in rows]
             if len(leaves) < len(self.uses):
                 return False
         arguments = (leaf for leaf in leaves if leaf is not None and leaf >= 0)
-        return any(self.axes & self.reasons.executable.axes_of(leaf) for leaf in arguments)
+        return any(self.axes & self.context.executable.axes_of(leaf) for leaf in arguments)
+
+
+_TABLE: Final[Mapping[str, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
+    "argument": (
+        ("gather", lambda row: row.is_ring),
+        ("copy", lambda row: row.is_sum or (row.kind != "all-gather" and row.is_small)),
+        ("moved", lambda row: row.kind != "all-gather"),
+        ("sliced", lambda row: not row.is_small and row.is_sliced),
+        ("table", lambda row: not row.is_small and row.is_for_rows),
+        ("loop", lambda row: row.result in row.context.held),
+        ("same work", lambda row: row.is_same_work),
+        ("wide", lambda row: row.is_wide),
+        ("all experts", lambda row: row.is_of_experts),
+        ("layer", lambda row: row.layers > 1),
+        ("anew", lambda row: row.is_anew),
+        ("gather", lambda _: True),
+    ),
+    "sum": (
+        ("whole gradient", lambda row: row.is_stacked),
+        ("microbatch", lambda row: row.is_repeated),
+        ("gradient", lambda row: row.is_batch),
+        ("partial", lambda _: True),
+    ),
+    "gradient": (
+        ("cache", lambda row: not row.is_training and row.is_of_shards),
+        ("state", lambda row: not row.is_training),
+        ("small", lambda row: row.is_small),
+        ("whole gradient", lambda row: row.is_of_shards),
+        ("gradient", lambda _: True),
+    ),
+    "state": (
+        ("state", lambda row: row.kind == "all-to-all" and row.is_training),
+        ("cache", lambda row: row.kind == "all-to-all"),
+        ("cache", lambda row: row.is_of_shards and not row.is_training and row.is_written),
+        ("gather", lambda row: row.result not in row.context.next_state_of),
+        ("update", lambda row: row.kind != "all-gather"),
+        ("cache", lambda row: row.is_of_shards or row.is_written or row.exchange.times != 1),
+        ("update", lambda _: True),
+    ),
+    "all-reduce": (
+        ("again", lambda row: not row.differs(row.operand)),
+        ("sliced", lambda row: row.is_called and row.is_sliced),
+        ("trips", lambda row: row.is_called and row.is_carried),
+        ("called", lambda row: row.is_called),
+        # Sums along other axes, of gradients of activations, are in no order that a user chose.
+        ("early", lambda row: row.is_batch and row.is_early),
+        # Sums along an axis of the batch without a kernel are of statistics, of gradients on their
+        # way to a table, and of keys whose queries are on other devices.
+        ("batch", lambda row: row.is_batch and row.has_planned_factor and not row.is_cheap),
+        ("partial", lambda row: row.is_batch),
+        ("turned", lambda row: row.has_planned_factor and (row.is_widened or row.is_of_whole)),
+        ("partial", lambda _: True),
+    ),
+    "collective-permute": (
+        ("back", lambda row: row.is_sent_back),
+        ("called", lambda row: row.is_called),
+        ("parts", lambda row: not row.op_name),
+        ("batch", lambda row: row.is_batch),
+        ("parts", lambda row: row.is_ring),
+        ("unknown", lambda _: True),
+    ),
+    "all-to-all": (
+        ("optimizer", lambda row: row.operand in row.context.behind_gradients),
+        ("called", lambda row: row.is_called),
+        ("experts", lambda row: row.axes <= row.context.expert_axes),
+        ("parts", lambda row: row.is_batch and row.is_for_gradient),
+        ("batch", lambda row: row.is_batch),
+        ("parts", lambda row: bool(row.products)),
+        ("reshard", lambda _: True),
+    ),
+    "all-gather": (
+        ("parts", lambda row: row.is_ring and not row.is_batch),
+        ("batch", lambda row: row.is_batch and not row.differing),
+        ("sliced", lambda row: not row.differing and row.is_sliced),
+        ("called", lambda row: row.is_called and not row.is_batch),
+        ("alike", lambda row: not row.differing),
+        ("summed", lambda row: not row.is_batch and row.is_along_sum),
+        ("parts", lambda row: not row.is_batch or row.is_for_gradient),
+        ("batch", lambda row: row.is_for_planned and not row.is_cheap),
+        ("parts", lambda _: True),
+    ),
+}
+"""Reasons by what is moved, of an activation by the kind of the collective; the first applies."""
