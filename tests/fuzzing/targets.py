@@ -181,7 +181,7 @@ def lock(data: bytes) -> None:
 _VALUES = (
     None, True, 0, -1, 7, 2**31, 2**63, 10**30, 0.5, float("inf"), "", "a", "tp", "é\ud800", "(", "a*",
     "layers/{0..3}/w", "{0..99999999999999999999}", "{5..1}", "{1,1}", "{", "{{{0}}}", [], ["tp"],
-    [["a", "b"], None], [[]], {}, {"unconstrained": True}, {"a": 1}, [8, 6], "float32", "eformer",
+    [["a", "b"], None], [[]], {}, {"a": 1}, [8, 6], "float32", "eformer",
 )  # fmt: skip
 
 

@@ -233,11 +233,10 @@ class TestQuestions:
         "dialect", [sr.dialects.LINEN, sr.dialects.MAXTEXT, sr.dialects.FLAX_CORE], ids=lambda one: one.name
     )
     def test_a_lock_holds_names_and_rules(self, dialect):
-        free = P.UNCONSTRAINED
         once = [rule for rule in RULES if rule != ("heads", "fsdp")]
         rules = sr.LogicalRules([*once, (("a", "b"), ("tp", "fsdp"))], dialect)
-        tree = {**beside()[0], "free": array((8, 8)), "two": array((8, 8)), "count": array(())}
-        names = {**beside()[1], "free": (free, "mlp"), "two": (("fsdp", "tp"), None)}
+        tree = {**beside()[0], "two": array((8, 8)), "count": array(())}
+        names = {**beside()[1], "two": (("fsdp", "tp"), None)}
         plan = sr.plan(tree, rules, MESH, names=names)
         again = check_round_trip(plan)
         assert again.rules == plan.rules

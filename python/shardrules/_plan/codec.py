@@ -31,10 +31,9 @@ from shardrules._base.specs import (
     Entries,
     entry_axes,
     is_unconstrained,
-    partition_spec,
     plain_entries,
+    spec_shown,
     tags_of,
-    with_tags,
 )
 from shardrules._base.text import SLIP, byte_count, nearest, shown
 from shardrules._rules import dialects as _dialects
@@ -104,15 +103,6 @@ class _ShapedSpec(FileTable):
     min_bytes: Annotated[int | str | None, Meta(description='bytes, as 4194304 or "4MiB"')] = None
     min_rank: Any = 0
     within: Any = None
-
-
-class _TaggedSpec(FileTable):
-    """A spec with axes that cut no dimension."""
-
-    entries: Listed
-    unreduced: Axes = ()
-    reduced: Axes = ()
-    unreduced_kind: Annotated[str | None, Meta(description="a name")] = None
 
 
 _OPTIONS: Final = ("units", "memory_kind", "optional_axes")
@@ -302,27 +292,31 @@ def check_length(where: str, pattern: object) -> None:
 
 
 def read_spec(where: str, spec: object, key: str = "spec") -> Any:
-    """Return entries, a PartitionSpec, or the value of `fsdp`."""
+    """Return entries, or the value of `fsdp`."""
     if isinstance(spec, dict):
-        return _read_tagged(where, spec) if "entries" in spec else _read_shaped(where, spec)
+        return _read_shaped(where, spec)
     entries = [] if spec is None else [spec] if isinstance(spec, str) else spec
     if not isinstance(entries, list):
         raise TypeError(f'{where}{key} is {shown(spec)}; write a list, as ["fsdp", [], "tp"]')
-    read = [_read_entry(f"{where}entry {dim} of {key}", entry) for dim, entry in enumerate(entries)]
-    return partition_spec(*read) if any(map(is_unconstrained, read)) else Entries(read)
+    return Entries(
+        _read_entry(f"{where}entry {dim} of {key}", entry) for dim, entry in enumerate(entries)
+    )
 
 
 def spec_data(spec: Any) -> Any:
-    """Return a spec: a list of entries, or a table of what else it says."""
+    """Return a spec: a list of entries, or the table of one that is made from shapes."""
     if isinstance(spec, Fsdp):
         sizes = {name: getattr(spec, name) for name in ("min_bytes", "min_rank")}
         default = fsdp(spec.axes)
         data = {"fsdp": list(spec.axes)}
         data |= {name: size for name, size in sizes.items() if size != getattr(default, name)}
         return data | ({"within": spec_data(spec.within)} if spec.within else {})
-    entries = list(map(_entry_data, plain_entries(spec)))
-    tags = tags_of(spec)
-    return {"entries": entries, **tags} if tags else entries
+    entries = plain_entries(spec)
+    if tags_of(spec) or any(map(is_unconstrained, entries)):
+        raise ValueError(
+            f"a file cannot hold {spec_shown(spec)}: it has axes, None and lists of axes alone"
+        )
+    return [axes[0] if len(axes) == 1 else list(axes) for axes in map(entry_axes, entries)]
 
 
 def _read_shaped(where: str, spec: dict[str, Any]) -> Fsdp:
@@ -337,34 +331,13 @@ def _read_shaped(where: str, spec: dict[str, Any]) -> Fsdp:
         return fsdp(table.fsdp, **sizes, min_rank=table.min_rank, within=within)
 
 
-def _read_tagged(where: str, spec: dict[str, Any]) -> Any:
-    table = record_of(f"{where}spec: ", spec, _TaggedSpec, "a table of entries and unreduced axes")
-    tags = {name: value for name, value in spec.items() if name != "entries"}
-    if not all(tags.values()):
-        raise ValueError(f"{where}spec: its axes are {shown(tags)}; leave out what has none")
-    return with_tags(read_spec(where, table.entries), tags)
-
-
 def _read_entry(what: str, entry: object) -> Any:
     expected = "an axis, a list of axes, or [] for a dimension that is not sharded"
-    return _free_or(what, entry, _Entry, expected) or None
+    return _converted(what, entry, _Entry, expected) or None
 
 
-def _entry_data(entry: Any) -> Any:
-    axes = entry_axes(entry)
-    return _FREE if is_unconstrained(entry) else axes[0] if len(axes) == 1 else list(axes)
-
-
-_FREE: Final = {"unconstrained": True}
-"""What stands for `PartitionSpec.UNCONSTRAINED`."""
-
-
-def _free_or(what: str, data: Any, kind: Any, expected: str) -> Any:
-    """Return a value of this type, or P.UNCONSTRAINED."""
-    if data == _FREE and data["unconstrained"] is True:
-        from jax.sharding import PartitionSpec
-
-        return PartitionSpec.UNCONSTRAINED
+def _converted(what: str, data: Any, kind: Any, expected: str) -> Any:
+    """Return a value of this type."""
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError:
@@ -386,13 +359,11 @@ def read_name(what: str, name: object) -> Any:
     """Return a logical axis name, or a tuple of some."""
     if name == "":
         raise ValueError(f"{what} is ''; write a logical axis name")
-    return _free_or(what, name, _Name, "a logical axis name")
+    return _converted(what, name, _Name, "a logical axis name")
 
 
 def name_data(name: Any) -> Any:
     """Return a logical axis name, several of a dimension, or a rule's mesh axes."""
-    if is_unconstrained(name):
-        return _FREE
     if name is None or isinstance(name, str):
         return name
     if isinstance(name, tuple):

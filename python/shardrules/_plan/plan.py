@@ -563,8 +563,8 @@ class Plan(Decider):
             path: A file to write it to as well.
 
         Raises:
-            ValueError: There are more than a million leaves, two have the same path, or a name
-                cannot be written.
+            ValueError: There are more than a million leaves, two have the same path, or a name or
+                a spec cannot be written, such as one with unconstrained dimensions.
 
         Example:
             >>> import jax, shardrules as sr
