@@ -20,7 +20,7 @@ from shardrules._place.shardings import Shardings, listing
 from shardrules._place.spec_trees import PathsOfTree, by_row
 from shardrules._plan.findings import NOTHING
 from shardrules._plan.fold import fold_paths
-from shardrules._plan.kinds import Kind, kind_of
+from shardrules._plan.kinds import Kind, kind_with_bytes
 from shardrules._plan.leaves import NO_RULE_NEEDED, Leaves, grouped, survey
 from shardrules._rules.rules import Rules
 
@@ -201,7 +201,7 @@ def put_as_planned(
         types.append(planned._leaves.types[decided]._replace(dtype=leaf.dtype, bits=leaf.bits))
         rule = NO_RULE_NEEDED if kind.rule is None else kind.rule
         followed = leaf._replace(rule=rule, names=kind.names)
-        kinds.append(kind_of(followed, kind, planned.axis_sizes))
+        kinds.append(kind_with_bytes(followed, kind, planned.axis_sizes))
     sources = [planned.sources[row] for row in rows]
     leaves = replace(leaves, rules=planned.rules, sources=sources, kind_of=kinds_of, types=types)
     return leaves, kinds

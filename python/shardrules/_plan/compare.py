@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from shardrules._base.arguments import MOST
-from shardrules._base.dtypes import SAFETENSORS, bits_of
+from shardrules._base.dtypes import bits_of
 from shardrules._base.rule_specs import Fsdp, has_axes, in_memory_shown, is_on_host, rule_spec
 from shardrules._base.specs import (
     Entries,
@@ -32,7 +32,6 @@ from shardrules._plan.answers import Answer, Column, Table
 from shardrules._plan.fold import fold
 from shardrules._plan.kinds import (
     Kind,
-    Spec,
     dtype_shown,
     kind_json,
     placement_shown,
@@ -64,13 +63,9 @@ def plan_fingerprint(plan: Plan) -> str:
 
 def kind_written(kind: Kind) -> str:
     """Return the shape, dtype and place of leaves: equal for specs that are alike as written."""
-    counted = "" if kind.status == "placed" else _written(kind._counted)
-    placed = in_memory_shown(_written(kind.spec), kind.memory_kind)
-    return f"{kind.shape}\t{dtype_shown(kind)}\t{placed}{counted}"
-
-
-def _written(spec: Spec | None) -> str:
-    return "" if spec is None else spec_shown(as_written(spec))
+    spec = "" if kind._counted is None else spec_shown(as_written(kind._counted))
+    place = in_memory_shown(spec, kind.memory_kind)
+    return f"{kind.shape}\t{dtype_shown(kind)}\t{place}{problem_shown(kind) or ''}"
 
 
 class Pairs(NamedTuple):
@@ -185,7 +180,7 @@ def plan_diff(before: Plan, after: Plan) -> PlanDiff:
     changed = {
         number: (old, new)
         for number, (old, new) in enumerate(groups)
-        if old is None or new is None or not _is_alike(old, new)
+        if old is None or new is None or kind_written(old) != kind_written(new)
     }
     kept = np.flatnonzero(np.isin(group_of, list(changed)))
     folded = fold([paths[row] for row in kept], group_of[kept])
@@ -270,14 +265,7 @@ def _aspects(kind: Kind | None) -> tuple[str, ...]:
     return str(kind.shape), dtype_shown(kind), problem_shown(kind) or placement_shown(kind)
 
 
-def _is_alike(a: Kind, b: Kind) -> bool:
-    """Tell whether leaves of both kinds are the same arrays with specs that are alike."""
-    return kind_written(a) == kind_written(b) and problem_shown(a) == problem_shown(b)
-
-
 _MOST_ROWS: Final = 60
-# Pairs of kinds times devices; so many take some ten seconds.
-_MOST_WORK: Final = 2**27
 _COLUMNS: Final = (
     Column("path"),
     Column("leaves", is_right=True),
@@ -407,7 +395,8 @@ def transfer(before: Plan, after: Plan) -> Transfer:
     of_groups = _same_leaves(pairs)
     for whose, plan in (("this plan", before), ("other", after)):
         _check_placed(whose, plan)
-    _check_countable(before, after, len(of_groups))
+    if before.total_bytes > MOST:
+        raise ValueError(f"{before.total_bytes:,} bytes are too many to count where they go")
     places = _places(before, after)
     counts = np.bincount(pairs.group_of, minlength=len(of_groups)).tolist()
     old, new = DevicesOfMesh(before.axis_sizes), DevicesOfMesh(after.axis_sizes)
@@ -535,9 +524,7 @@ def _same_leaves(pairs: Pairs) -> list[tuple[Kind, Kind]]:
 def _type_shown(kind: Kind | None) -> str:
     if kind is None:
         return "no leaf"
-    dtype = dtype_shown(kind)
-    shape = "not an array" if kind.shape is None else list(kind.shape)
-    return f"{shape} {SAFETENSORS.get(dtype, dtype)}".removesuffix(" -")
+    return "not an array" if kind.shape is None else f"{[*kind.shape]} {dtype_shown(kind)}"
 
 
 def _check_placed(whose: str, plan: Plan) -> None:
@@ -560,14 +547,3 @@ def _reason_unknown(kind: Kind) -> str | None:
             "plan without them"
         )
     return None
-
-
-def _check_countable(before: Plan, after: Plan, kinds: int) -> None:
-    devices = before.devices + after.devices
-    if kinds * devices > _MOST_WORK:
-        raise ValueError(
-            f"{counted(kinds, 'kind')} of leaves on {devices:,} devices are too many to count what "
-            "each device receives: plan some of the leaves, or fewer devices"
-        )
-    if before.total_bytes > MOST:
-        raise ValueError(f"{before.total_bytes:,} bytes are too many to count where they go")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from shardrules._base.dtypes import SAFETENSORS
 from shardrules._base.rule_specs import Fsdp, MemoryKind, in_memory_shown
 from shardrules._base.specs import Entries, entries_of, entry_axes, is_unconstrained, spec_shown
 from shardrules._base.text import record
@@ -143,24 +144,19 @@ class Kind(Fit):
         return self.rule if self.names is None else self.names
 
 
-def kind_of(leaf: LeafType, fit: Fit, axis_sizes: Mapping[str, int], **changes: Any) -> Kind:
-    """Return the kind of such leaves, with its bytes; `changes` are other fields than the fit's."""
-    values = {name: getattr(fit, name) for name in _FIT_FIELDS} | changes
-    counted = values["spec"] if values["spec"] is not None else values["_counted"]
+def kind_with_bytes(leaf: LeafType, fit: Fit, axis_sizes: Mapping[str, int]) -> Kind:
+    """Return the kind of leaves that get this, with their bytes and those of its losses."""
+    counted = fit._counted if fit.spec is None else fit.spec
     # What is not placed is counted as if it were replicated, unless an axis alone is to be dropped.
     fullest = device_bytes(leaf.shape or (), leaf.bits, counted or Entries(), axis_sizes)
-    losses = values["losses"]
-    if losses:
-        kept = axes_named(counted)
+    values = {name: getattr(fit, name) for name in _FIT_FIELDS} | {"_counted": counted}
 
-        def shards_lost(loss: Loss) -> int:
-            axes = (*_axes_lost(loss, losses, values["wanted"]), *loss.meant)
-            return prod(axis_sizes.get(axis, 1) for axis in axes if axis not in kept)
+    def bytes_lost(loss: Loss) -> int:
+        axes = {*_axes_lost(loss, fit), *loss.meant} - axes_named(counted)
+        return fullest - fullest // prod(axis_sizes.get(axis, 1) for axis in axes)
 
-        values["losses"] = tuple(
-            loss._replace(bytes=fullest - fullest // shards_lost(loss)) for loss in losses
-        )
-    values["_counted"] = counted
+    if fit.losses:
+        values["losses"] = tuple(loss._replace(bytes=bytes_lost(loss)) for loss in fit.losses)
     return Kind(
         **values,
         rule=leaf.rule if leaf.rule >= 0 else None,
@@ -198,8 +194,9 @@ def decided_shown(kind: Kind) -> str:
 
 
 def dtype_shown(kind: Kind) -> str:
-    """Return the dtype's name; - for leaves that are not arrays."""
-    return "-" if kind.dtype is None else str(kind.dtype)
+    """Return the dtype's name as numpy has it; - for leaves that are not arrays."""
+    name = str(kind.dtype)
+    return "-" if kind.dtype is None else SAFETENSORS.get(name, name)
 
 
 def problem_shown(kind: Kind) -> str | None:
@@ -302,12 +299,12 @@ def loss_of(rule_spec: SpecOnMesh, lost: LostAxes, shape: tuple[int, ...]) -> Lo
     return Loss(*lost, *axes, 0, *words, is_error, *heads)
 
 
-def _axes_lost(loss: Loss, losses: tuple[Loss, ...], by_rule: Spec | None) -> tuple[str, ...]:
+def _axes_lost(loss: Loss, fit: Fit) -> tuple[str, ...]:
     """Return the axes that a loss took: an absent one may take those beside it with it."""
-    indivisible = [taken.dim for taken in losses if taken.kind == "indivisible"]
+    indivisible = [taken.dim for taken in fit.losses if taken.kind == "indivisible"]
     if loss.kind != "absent" or loss.dim in indivisible:
         return loss.axes
-    return entry_axes(entries_of(by_rule or Entries())[loss.dim])
+    return entry_axes(entries_of(fit.wanted or Entries())[loss.dim])
 
 
 def coverage_of(leaves: Leaves, kinds: Sequence[Kind]) -> Coverage:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -36,7 +37,14 @@ from shardrules._plan.codec import (
     spec_data,
 )
 from shardrules._plan.fold import expanded, path_cost
-from shardrules._plan.kinds import WITHOUT_RULE, Fit, Kind, dtype_shown, kind_of, problem_shown
+from shardrules._plan.kinds import (
+    WITHOUT_RULE,
+    Fit,
+    Kind,
+    dtype_shown,
+    kind_with_bytes,
+    problem_shown,
+)
 from shardrules._plan.leaves import (
     AMBIGUOUS,
     NO_RULE_NEEDED,
@@ -207,15 +215,8 @@ def _read_kind(leaf_type: LeafType, leaf: _LeafTable, axis_sizes: dict[str, int]
     if leaf.problem is not None:
         misfit = Fit(status="misfit", message=leaf.problem)
         fit = WITHOUT_RULE[_PROBLEMS[leaf.problem]] if leaf.problem in _PROBLEMS else misfit
-    return kind_of(
-        leaf_type,
-        fit,
-        axis_sizes,
-        _counted=spec,
-        dim_rules=leaf.rules,
-        origin="a lock",
-        memory_kind=leaf.memory_kind,
-    )
+    fit = replace(fit, origin="a lock", dim_rules=leaf.rules, memory_kind=leaf.memory_kind)
+    return kind_with_bytes(leaf_type, replace(fit, _counted=spec), axis_sizes)
 
 
 def lines_of(head: Mapping[str, Any], **lists: Iterable[str]) -> str:

@@ -452,7 +452,7 @@ class Plan(Decider):
 
         Raises:
             ValueError: The leaves are not the same; a leaf gets no sharding, or has unreduced or
-                unconstrained axes; or there are more than 2**27 pairs of a kind and a device.
+                unconstrained axes; or there are more bytes than 64 bits count.
 
         Example:
             >>> import jax, shardrules as sr

@@ -43,7 +43,7 @@ from shardrules._plan.kinds import (
     Kind,
     Loss,
     fitted,
-    kind_of,
+    kind_with_bytes,
     loss_of,
 )
 from shardrules._plan.leaves import (
@@ -256,7 +256,7 @@ class RulesOnMesh:
         if leaf.rule < 0:
             is_whole = leaf.rule == UNMATCHED and not self._unmatched_is_error
             fit = REPLICATED if is_whole else WITHOUT_RULE[leaf.rule]
-            return kind_of(leaf, fit, self._axis_sizes)
+            return kind_with_bytes(leaf, fit, self._axis_sizes)
         by_rule, origin = self._specs[self._spec_of[leaf.rule]], None
         # A leaf without a shape has no dimensions.
         shape = leaf.shape or ()
@@ -266,7 +266,7 @@ class RulesOnMesh:
             by_rule, origin_of_shape = by_rule.for_array(shape, leaf.bits)
             origin = "; ".join(filter(None, (origin, origin_of_shape))) or None
         fit = fitted(by_rule, shape, origin=origin, memory_kind=self._memory_of[leaf.rule])
-        return kind_of(leaf, fit, self._axis_sizes)
+        return kind_with_bytes(leaf, fit, self._axis_sizes)
 
 
 def _derived_spec(
@@ -297,11 +297,13 @@ class NamesOnMesh:
     def kind(self, leaf: LeafType) -> Kind:
         """Return the kind of such leaves."""
         if leaf.names is None or leaf.shape is None:
-            return kind_of(leaf, REPLICATED, self._axis_sizes)
+            return kind_with_bytes(leaf, REPLICATED, self._axis_sizes)
         if twice := repeated(leaf.names, self._here.dialect):
             why = f"the names {leaf.names} have {', '.join(map(repr, twice))} more than once"
             fix = "give each dimension a name of its own, or None"
-            return kind_of(leaf, Fit(status="misfit", message=why, fix=fix), self._axis_sizes)
+            return kind_with_bytes(
+                leaf, Fit(status="misfit", message=why, fix=fix), self._axis_sizes
+            )
         by_names_alone = self._anywhere.resolve(leaf.names)
         resolution = self._here.resolve(leaf.names, leaf.shape)
         bound = self._bound(_assigned_entries(by_names_alone))
@@ -314,7 +316,7 @@ class NamesOnMesh:
             dim_rules=tuple(resolution.winners),
             lost_rules=tuple(resolution.lost),
         )
-        return kind_of(leaf, fit, self._axis_sizes)
+        return kind_with_bytes(leaf, fit, self._axis_sizes)
 
     def _bound(self, spec: Entries) -> SpecOnMesh:
         """Bind the spec of the rules that win to the mesh."""

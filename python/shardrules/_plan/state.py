@@ -29,7 +29,7 @@ from shardrules._base.text import brief
 from shardrules._place.mesh import has_devices
 from shardrules._place.shardings import check_memory_on_mesh
 from shardrules._plan.align import check_distinct
-from shardrules._plan.kinds import REPLICATED, Fit, Kind, Spec, axes_named, kind_of
+from shardrules._plan.kinds import REPLICATED, Fit, Kind, Spec, axes_named, kind_with_bytes
 from shardrules._plan.leaves import NO_RULE_NEEDED, LeafType, Leaves, axes_said, grouped
 from shardrules._plan.resolve import SizedMesh, bound_rules
 from shardrules._rules.logical_rules import LogicalRules
@@ -328,15 +328,8 @@ def _state_kind(
         if cut is not None:
             fit = replace(fit, spec=cut)
             origin = f"{origin}, cut by {zero1} too (ZeRO-1)"
-    return kind_of(
-        leaf._replace(rule=rule),
-        fit,
-        params.axis_sizes,
-        origin=origin,
-        dim_rules=(),
-        lost_rules=(),
-        memory_kind=memory_kind,
-    )
+    fit = replace(fit, origin=origin, dim_rules=(), lost_rules=(), memory_kind=memory_kind)
+    return kind_with_bytes(leaf._replace(rule=rule), fit, params.axis_sizes)
 
 
 def _own_fit(leaf: LeafType, axes: tuple[Any, ...], params: Plan) -> Fit:
