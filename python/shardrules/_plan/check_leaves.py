@@ -18,6 +18,7 @@ import numpy as np
 from shardrules._base.rule_specs import is_on_host
 from shardrules._base.specs import entries_of, entry_axes, few_heads_advice
 from shardrules._base.text import SLIP, and_more, bytes_shown, counted, nearest
+from shardrules._plan.bases import links_of
 from shardrules._plan.check_context import (
     Check,
     CheckContext,
@@ -33,7 +34,6 @@ from shardrules._plan.fold import Folded, fold
 from shardrules._plan.leaves import first_rules
 from shardrules._plan.memory import DeviceBytes
 from shardrules._plan.path_words import HEAD_NORM, is_gathered
-from shardrules._plan.resolve import links_of
 from shardrules._rules.resolver import axes_in
 
 

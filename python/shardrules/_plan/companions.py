@@ -65,40 +65,6 @@ class Companion:
             check_dims(self.dims)
 
 
-class DimStep(NamedTuple):
-    """Dimensions of a leaf in terms of its base's."""
-
-    dims: Dims
-    """The dims of the `Companion`, or the result of its function."""
-    rank: int | None
-    """The leaf's rank; None for a base that is not in the tree and has dimensions of its own."""
-
-
-class Link(NamedTuple):
-    """Companion that finds a leaf, or the base of one."""
-
-    companion: Companion
-    base: str
-    """The path to which it leads."""
-    step: DimStep
-
-
-def base_path(companion: Companion, path: str) -> str:
-    """Return the path of the base of the leaf of this path."""
-    return re.sub(companion.pattern, companion.base, path, count=1)
-
-
-def fits_rank(companion: Companion, rank: int | None) -> bool:
-    """Tell whether leaves of this rank can follow their base so; None if it is not known."""
-    if callable(companion.dims):
-        return rank is not None
-    named, is_open = named_dims(companion.dims)
-    if rank is None:
-        return is_open
-    # There must be a place for each dimension that the base does not have.
-    return all(isinstance(dim, int) for dim in named[rank:]) if is_open else len(named) == rank
-
-
 def check_dims(dims: Dims) -> None:
     """Check that each is a dimension, None, a mesh axis or a tuple of them, or a final ellipsis."""
     for position, dim in enumerate(dims):
@@ -107,12 +73,6 @@ def check_dims(dims: Dims) -> None:
                 f"dims has {shown(dim)}; it has dimensions from 0 on, None and mesh axes, and "
                 "at its end there may be an ellipsis"
             )
-
-
-def named_dims(dims: Dims) -> tuple[tuple[Dim, ...], bool]:
-    """Return the dims before the ellipsis, and whether there is one."""
-    named = tuple(dim for dim in dims if dim is not ...)
-    return named, len(named) < len(dims)
 
 
 def _is_dim(dim: object) -> bool:
@@ -165,3 +125,21 @@ def stacked(
         return Companion("^(.*)$", r"\g<1>", dims)
     of_layer = (layer or f"{at}/*").replace("*", "0").replace("\\", r"\\")
     return Companion(rf"(^|[./]){re.escape(at)}([./]|$)", rf"\g<1>{of_layer}\g<2>", dims)
+
+
+class DimStep(NamedTuple):
+    """Dimensions of a leaf in terms of its base's."""
+
+    dims: Dims
+    """The dims of the `Companion`, or the result of its function."""
+    rank: int | None
+    """The leaf's rank; None for a base that is not in the tree and has dimensions of its own."""
+
+
+class Link(NamedTuple):
+    """Companion that finds a leaf, or the base of one."""
+
+    companion: Companion
+    base: str
+    """The path to which it leads."""
+    step: DimStep

@@ -12,6 +12,7 @@ from shardrules._base.rule_specs import Correction
 from shardrules._place.decider import ByNames, ByPaths, BySpecs, RulesLike, as_decider
 from shardrules._place.mesh import MeshLike, resolve_mesh
 from shardrules._plan.align import survey_planned
+from shardrules._plan.bases import with_companions
 from shardrules._plan.companions import Companion
 from shardrules._plan.leaves import (
     check_rules_are_for_paths,
@@ -21,7 +22,7 @@ from shardrules._plan.leaves import (
     survey_named,
 )
 from shardrules._plan.plan import Plan
-from shardrules._plan.resolve import put_by_rules, sized_mesh, with_companions
+from shardrules._plan.resolve import put_by_rules, sized_mesh
 
 _COMPANIONS: Final = "Companion records: write shardrules.LORA, or [shardrules.stacked('layers')]"
 

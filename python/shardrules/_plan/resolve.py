@@ -1,20 +1,13 @@
-"""Rules bound to a mesh: the kinds of leaves by rules of paths, or by rules of logical names.
-
-Companions are followed first: the leaves that they lead to other paths, and the dims of these.
-"""
+"""Rules bound to a mesh: the kinds of leaves by rules of paths, or by rules of logical names."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from functools import lru_cache
-from math import prod
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, cast
 
 from shardrules._base.arguments import checked_sizes
 from shardrules._base.rule_specs import MemoryKind, RuleSpec, memory_kind_of
-from shardrules._base.specs import Dim, Entries, entry_axes
+from shardrules._base.specs import Entries, entry_axes
 from shardrules._place.mesh import MeshLike, as_mesh, axes_of_type, has_devices
 from shardrules._place.shardings import (
     ManualAxes,
@@ -25,17 +18,8 @@ from shardrules._place.shardings import (
     specs_on_mesh,
 )
 from shardrules._place.spec_on_mesh import LostAxes, SpecByShape, SpecOnMesh
-from shardrules._plan.companions import (
-    Companion,
-    Dims,
-    DimStep,
-    Link,
-    Shape,
-    base_path,
-    check_dims,
-    fits_rank,
-    named_dims,
-)
+from shardrules._plan.bases import combined
+from shardrules._plan.companions import DimStep
 from shardrules._plan.kinds import (
     REPLICATED,
     WITHOUT_RULE,
@@ -46,161 +30,10 @@ from shardrules._plan.kinds import (
     kind_with_bytes,
     loss_of,
 )
-from shardrules._plan.leaves import (
-    NO_RULE_NEEDED,
-    UNMATCHED,
-    LeafType,
-    Leaves,
-    first_rules,
-    grouped,
-)
-from shardrules._rules.dialects import EFORMER
+from shardrules._plan.leaves import UNMATCHED, LeafType, Leaves
 from shardrules._rules.logical_rules import LogicalRules, resolver_of
 from shardrules._rules.resolver import UNASSIGNED, Resolution, axes_in, repeated, resolver_for
-from shardrules._rules.rules import Rules, remembered_rules
-
-
-def with_companions(leaves: Leaves, rules: Rules, companions: tuple[Companion, ...]) -> Leaves:
-    """Decide leaves that companions find by their bases' rules."""
-    if not companions:
-        return leaves
-    links = links_of(leaves, companions)
-    rule_of = first_rules(rules, {link.base for chain in links.values() for link in chain})
-    none: tuple[int, tuple[DimStep, ...]] = UNMATCHED, ()
-    decided = {}
-    sources = list(leaves.paths)
-    for row, chain in links.items():
-        # The last base counts, or else the one before it.
-        ends = range(len(chain), 0, -1)
-        if end := next((end for end in ends if rule_of[chain[end - 1].base] != UNMATCHED), 0):
-            sources[row] = chain[end - 1].base
-            decided[row] = rule_of[sources[row]], tuple([link.step for link in chain[:end]])
-    keys, kind_of = grouped(
-        (kind, *decided.get(row, none)) for row, kind in enumerate(leaves.kind_of.tolist())
-    )
-    types = []
-    for kind, rule, steps in keys:
-        leaf = leaves.types[kind]
-        if steps:  # unless it is too small for any rule
-            is_small = rule >= 0 and prod(leaf.shape or ()) < rules.min_size
-            leaf = leaf._replace(rule=NO_RULE_NEEDED if is_small else rule, steps=steps)
-        types.append(leaf)
-    return replace(
-        leaves, sources=sources, kind_of=kind_of, types=types, companions=companions, links=links
-    )
-
-
-class _Place(NamedTuple):
-    """Place that companions have led a leaf to so far."""
-
-    row: int
-    path: str
-    shape: Shape | None
-    """None if it is not known."""
-    used: tuple[int, ...]
-    """The companions that have led there; each leads once."""
-
-
-def links_of(leaves: Leaves, companions: tuple[Companion, ...]) -> dict[int, tuple[Link, ...]]:
-    """Return the links of each row that a companion finds, from the leaf on."""
-    types = [leaves.types[kind] for kind in leaves.kind_of.tolist()]
-    shapes: dict[str, Shape | None] = {
-        path: leaf.shape for path, leaf in zip(leaves.paths, types, strict=True)
-    }
-    places: Iterable[_Place] = (
-        _Place(row, path, leaf.shape, ())
-        for row, (path, leaf) in enumerate(zip(leaves.paths, types, strict=True))
-        if leaf.shape is not None and leaf.rule != NO_RULE_NEEDED
-    )
-    links: dict[int, tuple[Link, ...]] = {}
-    while led := _led(places, companions):
-        places = []
-        for place, number in led:
-            companion = companions[number]
-            base = base_path(companion, place.path)
-            dims = dims_at(companion, place.path, place.shape, shapes.get(base))
-            rank = None if place.shape is None else len(place.shape)
-            link = Link(companion, base, DimStep(dims, rank))
-            links[place.row] = (*links.get(place.row, ()), link)
-            shape = shapes.get(base) or _shape_of_base(place.shape, dims)
-            if shape is not None:
-                shapes[base] = shape
-            places.append(_Place(place.row, base, shape, (*place.used, number)))
-    return links
-
-
-def _led(places: Iterable[_Place], companions: tuple[Companion, ...]) -> list[tuple[_Place, int]]:
-    """Pair each place that a companion finds with the number of the first that does."""
-    groups: dict[tuple[int | None, tuple[int, ...]], list[_Place]] = defaultdict(list)
-    for place in places:
-        groups[None if place.shape is None else len(place.shape), place.used].append(place)
-    led: list[tuple[_Place, int]] = []
-    for (rank, used), group in groups.items():
-        fitting = [
-            number
-            for number, companion in enumerate(companions)
-            if number not in used and fits_rank(companion, rank)
-        ]
-        pairs = [(companions[number].pattern, None) for number in fitting]
-        first = first_rules(remembered_rules(pairs, EFORMER), [place.path for place in group])
-        indices = ((place, first[place.path]) for place in group)
-        led += [(place, fitting[index]) for place, index in indices if index != UNMATCHED]
-    return led
-
-
-def dims_at(companion: Companion, path: str, shape: Shape | None, of_base: Shape | None) -> Dims:
-    """Return the dims of the leaf that a companion finds."""
-    if not callable(companion.dims):
-        return companion.dims
-    dims = tuple(companion.dims(shape or (), of_base))
-    check_dims(dims)
-    if len(dims) != len(shape or ()):
-        raise ValueError(
-            f"{path}: the dims of the companion {companion.pattern!r} are {dims} for "
-            f"the shape {shape}; there must be one for each of its dimensions"
-        )
-    return dims
-
-
-@lru_cache(maxsize=4096)
-def _shape_of_base(shape: Shape | None, dims: Dims) -> Shape | None:
-    """Return the shape of a base outside the tree, if the leaf has all of its dimensions."""
-    named, is_open = named_dims(dims)
-    if shape is None or not is_open:
-        return None
-    all_dims = _closed(named, len(shape))
-    sizes = {dim: size for dim, size in zip(all_dims, shape, strict=False) if isinstance(dim, int)}
-    return (
-        tuple(sizes[dim] for dim in sorted(sizes)) if len(sizes) > max(sizes, default=-1) else None
-    )
-
-
-def _closed(named: tuple[Dim, ...], count: int) -> tuple[Dim, ...]:
-    """Return the dims with `count` of those that an ellipsis after them stands for."""
-    following = max((dim for dim in named if isinstance(dim, int)), default=-1) + 1
-    return (*named, *range(following, following + count))
-
-
-def combined(steps: tuple[DimStep, ...], entries: int) -> tuple[Dim, ...]:
-    """Combine steps to a leaf's dims; the base's spec has that many entries.
-
-    Surplus entries are kept, so that the correction reports them.
-    """
-    dims: tuple[Dim, ...] | None = None
-    for step in reversed(steps):
-        named, is_open = named_dims(step.dims)
-        before = entries if dims is None else len(dims)
-        rank = len(named) + before if step.rank is None else step.rank
-        leaf_dims = _closed(named, max(rank, before)) if is_open else named
-        if dims is not None:
-            bases = dict(enumerate(dims))
-            leaf_dims = tuple(bases.get(d) if isinstance(d, int) else d for d in leaf_dims)
-        if is_open:
-            surplus = (d for d in leaf_dims[rank:] if isinstance(d, int) and d < entries)
-            leaf_dims = (*leaf_dims[:rank], *surplus)
-        dims = leaf_dims
-    return dims or ()
-
+from shardrules._rules.rules import Rules
 
 PutOnMesh = Callable[["SizedMesh"], tuple[Leaves, list[Kind]]]
 """A function that puts leaves on a mesh."""
@@ -231,6 +64,15 @@ def sized_mesh(mesh: MeshLike) -> SizedMesh:
         return SizedMesh(mesh, checked_sizes(mesh))
     mesh = as_mesh(mesh)
     return SizedMesh(mesh, dict(mesh.shape))
+
+
+def put_by_rules(leaves: Leaves, mesh: SizedMesh) -> tuple[Leaves, list[Kind]]:
+    """Put leaves on the mesh by their rules; see `PutOnMesh`."""
+    return leaves, list(map(bound_rules(leaves.rules, mesh).kind, leaves.types))
+
+
+def bound_rules(rules: Rules | LogicalRules, mesh: SizedMesh) -> RulesOnMesh | NamesOnMesh:
+    return RulesOnMesh(rules, mesh) if isinstance(rules, Rules) else NamesOnMesh(rules, mesh)
 
 
 class RulesOnMesh:
@@ -362,12 +204,3 @@ def _named_with(rules: LogicalRules, axis_sizes: Mapping[str, int]) -> Mapping[s
         for axis in named.difference(axis_sizes):
             others[axis] = others.get(axis, frozenset()) | named
     return others
-
-
-def put_by_rules(leaves: Leaves, mesh: SizedMesh) -> tuple[Leaves, list[Kind]]:
-    """Put leaves on the mesh by their rules; see `PutOnMesh`."""
-    return leaves, list(map(bound_rules(leaves.rules, mesh).kind, leaves.types))
-
-
-def bound_rules(rules: Rules | LogicalRules, mesh: SizedMesh) -> RulesOnMesh | NamesOnMesh:
-    return RulesOnMesh(rules, mesh) if isinstance(rules, Rules) else NamesOnMesh(rules, mesh)
