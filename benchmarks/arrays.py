@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from statistics import median
 from typing import Any
 
 import jax
@@ -17,14 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from benchmarks.harness import (
-    Row,
-    compared,
-    interleaved_seconds,
-    milliseconds,
-    quartiles_of,
-    without_collector,
-)
+from benchmarks.harness import Row, compared, interleaved_seconds, row_of, without_collector
 from benchmarks.trees import families
 
 LEAVES = 200
@@ -102,15 +94,15 @@ def _many(mesh: Mesh) -> Iterator[Row]:
     leaves, shardings = map(tree_util.tree_leaves, (tree, plan.shardings()))
     yield from _placed_in_turns(mesh, ways, leaves, shardings)
     placed = sr.shard(tree, rules, mesh)
-    there = {"arrays in place, by rules": (placed, rules)}
-    yield from _placed_in_turns(mesh, there, tree_util.tree_leaves(placed), shardings)
+    ways = {"arrays in place, by rules": (placed, rules)}
+    yield from _placed_in_turns(mesh, ways, tree_util.tree_leaves(placed), shardings)
 
 
 def _placed_in_turns(
     mesh: Mesh, ways: dict[str, tuple[Any, Any]], leaves: list[Any], shardings: list[Any]
 ) -> Iterator[Row]:
     """Tree with what decides them, by name, all of these leaves."""
-    ours = [partial(sr.shard, tree, given, mesh) for tree, given in ways.values()]
+    ours = [partial(sr.shard, tree, decider, mesh) for tree, decider in ways.values()]
     theirs = partial(jax.device_put, leaves, shardings)
     for what, call in zip(ways, ours, strict=True):
         if [array.sharding for array in tree_util.tree_leaves(call())] != shardings:
@@ -118,10 +110,8 @@ def _placed_in_turns(
     calls = [partial(_done, call) for call in (*ours, theirs)]
     rounds = [interleaved_seconds(calls, runs=1) for _ in range(9)]
     for i, what in enumerate(ways):
-        a, b = (milliseconds(median(one[k] for one in rounds)) for k in (i, -1))
-        ratios = [one[i] / one[-1] for one in rounds]
         name = f"shard {MANY:,} {what} / jax.device_put of the flat list"
-        yield Row(name, median(ratios), "x", 1.05, f"{a}; {b}", quartiles_of(ratios))
+        yield row_of(name, [(seconds[i], seconds[-1]) for seconds in rounds], 1.05)
 
 
 def _done(call: Callable[[], Any]) -> Any:
@@ -132,37 +122,35 @@ def _constraints(mesh: Mesh) -> Iterator[Row]:
     spec = P("fsdp", None, "tp")
     x = jax.device_put(np.zeros((8, 64, 64), "float32"), NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
-        yield _inside_jit("one array, by a spec", x, (spec,), spec)
+        yield _inside_jit("one array, by a spec", x, spec, spec)
         layer = dict.fromkeys(("wq", "wk", "wv", "wo", "scale"), x)
         tree = {"0": layer, "1": dict(layer)}
-        for what, (given, shardings) in _ways_to_decide(tree, mesh).items():
+        for what, decider, shardings in _deciders(tree, mesh):
             yield _inside_jit(
-                f"{len(layer) * 2} arrays in a tree, by {what}", tree, given, shardings
+                f"{len(layer) * 2} arrays in a tree, by {what}", tree, decider, shardings
             )
         ours = partial(sr.with_sharding_constraint, x, spec)
         theirs = partial(jax.lax.with_sharding_constraint, x, spec)
         yield compared("constraint outside of jit, a call / JAX's own", ours, theirs, runs=301)
 
 
-def _ways_to_decide(tree: Any, mesh: Mesh) -> dict[str, tuple[tuple[Any, ...], Any]]:
-    """By name, the arguments of our function, and the shardings for JAX's own."""
+def _deciders(tree: Any, mesh: Mesh) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what our function takes, under its name, and the shardings for JAX's own."""
     pairs = [("w[qk]", P("fsdp", None, "tp")), ("w[vo]", P("tp", None, "fsdp")), ("scale", P())]
     plan = sr.plan(tree, pairs, mesh)
-    given = {
-        "Rules": sr.Rules(pairs),
-        "a Plan": plan,
-        "specs": plan.specs(),
-        "shardings": plan.shardings(),
-    }
-    return {what: ((one,), plan.shardings()) for what, one in given.items()}
+    shardings = plan.shardings()
+    yield "Rules", sr.Rules(pairs), shardings
+    yield "a Plan", plan, shardings
+    yield "specs", plan.specs(), shardings
+    yield "shardings", shardings, shardings
 
 
-def _inside_jit(what: str, tree: Any, given: tuple[Any, ...], to: Any) -> Row:
+def _inside_jit(what: str, tree: Any, decider: Any, to: Any) -> Row:
     """Return a constraint beside JAX's own call, which gets what is decided."""
     calls = CALLS // len(tree_util.tree_leaves(tree))
 
     def ours(tree: Any) -> Any:
-        return sr.with_sharding_constraint(tree, *given)
+        return sr.with_sharding_constraint(tree, decider)
 
     def bare(tree: Any) -> Any:
         return jax.lax.with_sharding_constraint(tree, to)
@@ -175,14 +163,11 @@ def _inside_jit(what: str, tree: Any, given: tuple[Any, ...], to: Any) -> Row:
 
         return lambda: jax.make_jaxpr(partial(body))(tree)  # a new function: traced each time
 
-    made, expected = (tree_util.tree_leaves(jax.jit(one)(tree)) for one in (ours, bare))
-    for array, other in zip(made, expected, strict=True):
-        if not array.sharding.is_equivalent_to(other.sharding, array.ndim):
+    leaves, expected = (tree_util.tree_leaves(jax.jit(call)(tree)) for call in (ours, bare))
+    for array, theirs in zip(leaves, expected, strict=True):
+        if not array.sharding.is_equivalent_to(theirs.sharding, array.ndim):
             raise AssertionError(f"constraint, {what}: JAX and shardrules disagree")
     makers = [traced(lambda tree: tree), traced(ours), traced(bare)]
     rounds = [interleaved_seconds(makers, runs=1) for _ in range(25)]
-    a, b = (median(one[i] - one[0] for one in rounds) / calls for i in (1, 2))
-    ratios = [(one[1] - one[0]) / (one[2] - one[0]) for one in rounds]
-    name = f"constraint inside jit, {what}, a call / JAX's own"
-    note = f"{milliseconds(a)}; {milliseconds(b)}"
-    return Row(name, median(ratios), "x", 1.1, note, quartiles_of(ratios))
+    pairs = [[(time - nothing) / calls for time in times] for nothing, *times in rounds]
+    return row_of(f"constraint inside jit, {what}, a call / JAX's own", pairs, 1.1)

@@ -48,7 +48,9 @@ def cases() -> Iterator[Case]:
         {"identity": 0.5},
     )
     for family, of_family in trees.families(tree).items():
-        yield _family(family, rules, of_family)
+        bars = {"identity": FAMILY_BARS.get(family, 0.7)}
+        # The plain loop is there for its result; nobody waits for eformer seven times.
+        yield _matching(f"match, {family}", rules, of_family, bars, has_eformer=False)
     yield _logical()
     layers, names = range(120), ("wq", "wk", "wv", "wo", "w1", "w2")
     yield _matching(
@@ -73,34 +75,18 @@ def cases() -> Iterator[Case]:
 
 
 def cold_match(rules: Rules, tree: Any) -> Any:
-    """Our, with rules compiled anew, as they are the first time."""
+    """Match with rules that are compiled anew, as they are the first time."""
     return sr.Rules(rules).match(tree)
 
 
-def _matching(name: str, rules: Rules, tree: Any, bars: dict[str, float]) -> Case:
+def _matching(
+    name: str, rules: Rules, tree: Any, bars: dict[str, float], *, has_eformer: bool = True
+) -> Case:
     compiled = [(re.compile(pattern), spec) for pattern, spec in rules]
-    return Case(
-        name=name,
-        ours=partial(cold_match, rules, tree),
-        identity=_identity(tree),
-        peers={
-            "eformer": after_purge(partial(eformer_match, rules, tree)),
-            "re loop": partial(re_loop, compiled, tree),
-        },
-        bars=bars,
-    )
-
-
-def _family(name: str, rules: Rules, tree: Any) -> Case:
-    """Return the plain loop is there for its result; nobody waits for eformer seven times."""
-    compiled = [(re.compile(pattern), spec) for pattern, spec in rules]
-    return Case(
-        name=f"match, {name}",
-        ours=partial(cold_match, rules, tree),
-        identity=_identity(tree),
-        peers={"re loop": partial(re_loop, compiled, tree)},
-        bars={"identity": FAMILY_BARS.get(name, 0.7)},
-    )
+    peers: dict[str, Callable[[], Any]] = {"re loop": partial(re_loop, compiled, tree)}
+    if has_eformer:
+        peers["eformer"] = after_purge(partial(eformer_match, rules, tree))
+    return Case(name, partial(cold_match, rules, tree), _identity(tree), peers, bars)
 
 
 def _named_shardings(rules: Rules, tree: Any) -> Case:
@@ -129,7 +115,12 @@ def _named_shardings(rules: Rules, tree: Any) -> Case:
 
 
 def _logical() -> Case:
-    tree, mesh, rules = logical_names(5_000)
+    """MaxText's unscanned DeepSeek-V3, repeated to so many arrays, and its 80 rules."""
+    names = list(corpus.logical_axes("maxtext-deepseek3-671b-unscanned").values())
+    tree = {f"w{i}": P(*names[i % len(names)]) for i in range(5_000)}
+    rules = corpus.logical_rules("maxtext-0.2.5__base")
+    axes = sorted({axis for _, value in rules for axis in tree_util.tree_leaves(value)})
+    mesh = AbstractMesh((1,) * len(axes), tuple(axes))
     # Both take an abstract mesh as well.
     ours: Any = flax_linen_spmd.logical_to_mesh_sharding
     theirs: Any = flax_spmd.logical_to_mesh_sharding
@@ -142,21 +133,12 @@ def _logical() -> Case:
     )
 
 
-def logical_names(count: int) -> tuple[dict[str, P], AbstractMesh, list[tuple[str, Any]]]:
-    """MaxText's unscanned DeepSeek-V3, repeated to so many arrays; a mesh; and its 80 rules."""
-    names = list(corpus.logical_axes("maxtext-deepseek3-671b-unscanned").values())
-    tree = {f"w{i}": P(*names[i % len(names)]) for i in range(count)}
-    rules = corpus.logical_rules("maxtext-0.2.5__base")
-    mesh_axes = {axis for _, value in rules for axis in tree_util.tree_leaves(value)}
-    return tree, AbstractMesh((1,) * len(mesh_axes), tuple(sorted(mesh_axes))), rules
-
-
 def _identity(tree: Any) -> Callable[[], Any]:
     return lambda: tree_util.tree_map(lambda x: x, tree)
 
 
 def after_purge(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Cold for eformer too: `re` remembers 512 compiled patterns."""
+    """Make a call cold for eformer too: `re` remembers 512 compiled patterns."""
 
     def purged() -> Any:
         re.purge()
@@ -166,7 +148,7 @@ def after_purge(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def re_loop(compiled: list[tuple[re.Pattern[str], P]], tree: Any) -> Any:
-    """Return what a careful user would write: compiled patterns, one search each."""
+    """Match as a careful user would write it: compiled patterns, one search each."""
 
     def spec_of(path: Any, leaf: Any) -> P:
         if not leaf.shape:

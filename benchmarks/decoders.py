@@ -27,7 +27,7 @@ FUSED = ("v6e", "tpu7x")
 STRIDE = 1009
 
 
-def causal(q: jax.Array, k: jax.Array, v: jax.Array, place: Any = None) -> jax.Array:
+def causal(_: Decoder, q: jax.Array, k: jax.Array, v: jax.Array, place: Any = None) -> jax.Array:
     """Attend causally, or to what a cache has until a place; several queries may share a key."""
     length = k.shape[1]
     mask = (
@@ -39,7 +39,7 @@ def causal(q: jax.Array, k: jax.Array, v: jax.Array, place: Any = None) -> jax.A
     return jnp.einsum("bgqts,bsgk->btgqk", chances, v).reshape(*q.shape[:3], -1)
 
 
-def splash(step: Decoder, kind: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def splash(kind: str, step: Decoder, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Attend causally by the kernel for TPUs of a kind, each device for its sequences and heads."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
@@ -236,7 +236,7 @@ class Decoder:
             k, v = cache = [
                 update(*pair, (0, place, 0, 0)) for pair in zip(cache, (k, v), strict=True)
             ]
-        mixed = self.attend(q, k, v) if place is None else self.attend(q, k, v, place)
+        mixed = self.attend(self, q, k, v) if place is None else self.attend(self, q, k, v, place)
         mixed = checkpoint_name(mixed, "context")
         return checkpoint_name(jnp.einsum("bthk,hkd->btd", mixed, w["o"]), "out"), cache
 

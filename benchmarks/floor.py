@@ -22,7 +22,7 @@ SOURCE = Path(__file__).with_name("floor.cpp")
 
 
 def rows() -> Iterator[Row]:
-    """Our match of DeepSeek-V3, with and without compiling, to the clone of the same tree."""
+    """Yield our match of DeepSeek-V3, with and without compiling, beside a clone of its tree."""
     clone = _built_clone()
     tree = corpus.manifest(corpus.DEEPSEEK).nested(corpus.abstract)
     pairs = corpus.rules("easydel__deepseek_v2-DeepseekV2Config-v0.0.80")

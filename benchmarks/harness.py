@@ -20,6 +20,8 @@ from typing import Any, Final, NamedTuple
 from jax import tree_util
 from jax.sharding import PartitionSpec
 
+from shardrules._base.text import seconds_shown
+
 Call = Callable[[], Any]
 PEERS: Final = ("eformer", "flax", "re loop")
 """The peers of the cases, in the order of the tables."""
@@ -74,11 +76,6 @@ class Result:
     case: Case
     rounds: dict[str, list[float]]
 
-    @property
-    def seconds(self) -> dict[str, float]:
-        """The medians."""
-        return {name: median(seconds) for name, seconds in self.rounds.items()}
-
     def ratio(self, reference: str) -> float:
         """Our to identity, or a peer to ours: how many times as long the numerator takes.
 
@@ -122,12 +119,15 @@ def measure(case: Case) -> Result:
 
 
 def compared(name: str, ours: Call, reference: Call, *, runs: int, bar: float | None = None) -> Row:
-    """Return how many times as long ours takes: the median of the rounds, with their quartiles."""
-    rounds = [interleaved_seconds([ours, reference], runs=1) for _ in range(runs)]
-    a, b = (median(one[i] for one in rounds) for i in (0, 1))
-    note = f"{milliseconds(a)}; {milliseconds(b)}"
-    ratios = [one / other for one, other in rounds]
-    return Row(name, median(ratios), "x", bar, note, quartiles_of(ratios))
+    """Return how many times as long ours takes as the reference, in rounds of both."""
+    return row_of(name, [interleaved_seconds([ours, reference], runs=1) for _ in range(runs)], bar)
+
+
+def row_of(name: str, rounds: Sequence[Sequence[float]], bar: float | None = None) -> Row:
+    """Return how many times as long ours takes, of rounds of (ours, reference), in seconds."""
+    ratios = [ours / reference for ours, reference in rounds]
+    times = "; ".join(seconds_shown(median(seconds)) for seconds in zip(*rounds, strict=True))
+    return Row(name, median(ratios), "x", bar, times, quartiles_of(ratios))
 
 
 def quartiles_of(ratios: Sequence[float]) -> tuple[float, float] | None:
@@ -138,21 +138,16 @@ def quartiles_of(ratios: Sequence[float]) -> tuple[float, float] | None:
     return low, high
 
 
-def milliseconds(seconds: float) -> str:
-    """Return the time in words."""
-    return f"{seconds * 1e3:.3g} ms"
-
-
 def interleaved_seconds(calls: Sequence[Call], runs: int) -> list[float]:
     """Return the median time of each call, of runs in which all of them take turns."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(runs):
-        for call, taken in zip(calls, times, strict=True):
+        for call, seconds in zip(calls, times, strict=True):
             start = perf_counter()
             result = call()
-            taken.append(perf_counter() - start)
+            seconds.append(perf_counter() - start)
             del result
-    return [median(taken) for taken in times]
+    return [median(seconds) for seconds in times]
 
 
 def same(a: Any, b: Any) -> bool:

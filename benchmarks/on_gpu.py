@@ -26,7 +26,7 @@ import shardrules as sr
 from benchmarks.decoders import HEAD, Decoder, Params, trained
 from shardrules._base.text import bytes_shown, seconds_shown
 
-Made = tuple[Any, tuple[Any, ...]]
+StepAndArguments = tuple[Any, tuple[Any, ...]]
 DEVICE: Final = {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
 DENSE: Final = partial(Decoder, 24, 2048, 8192, 16, 4, 32768, length=2048)
 BIG: Final = partial(Decoder, 32, 4096, 14336, 32, 8, 32768, length=2048, saved=None)
@@ -36,25 +36,14 @@ MOE: Final = partial(
 PRODUCTS: Final = ("q", "k", "v", "out", "up", "gate", "down")
 
 
-def train(step: Decoder, rows: int, mesh: Mesh) -> Made:
+def train(step: Decoder, rows: int, mesh: Mesh) -> StepAndArguments:
     """Return a step of Adam."""
     plan = step.planned(step.params, mesh)
     jitted = jax.jit(partial(trained, step.loss), donate_argnums=0, out_shardings=plan.shardings())
     return jitted, (plan, abstract(mesh, rows, step.length))
 
 
-def forward(step: Decoder, rows: int, mesh: Mesh) -> Made:
-    """Return the chances of the likeliest tokens."""
-
-    def run(params: Params, tokens: Any) -> Any:
-        x, _ = step.through(params["layers"], step.embedded(params, tokens))
-        return jax.nn.log_softmax(step.logits(params, x)).max(-1)
-
-    plan = sr.plan(step.params, [(".*", ())], mesh)
-    return jax.jit(run), (plan, abstract(mesh, rows, step.length))
-
-
-def decode(step: Decoder, rows: int, mesh: Mesh) -> Made:
+def decode(step: Decoder, rows: int, mesh: Mesh) -> StepAndArguments:
     """Return the next token of each sequence, and the cache with it."""
 
     def run(params: Params, cache: Any, tokens: Any, place: Any) -> Any:
@@ -78,7 +67,6 @@ STEPS: Final = {
     "dense, products saved": partial(train, DENSE(dtype="bfloat16", saved=PRODUCTS), 4),
     "dense, all saved": partial(train, DENSE(saved=None), 1),
     "MoE": partial(train, MOE(), 16),
-    "forward": partial(forward, DENSE(dtype="bfloat16", saved=None), 8),
     **{f"decode, {n} sequences": partial(decode, BIG(dtype="bfloat16"), n) for n in (32, 116, 123)},
 }
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice, product
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,7 +23,6 @@ from tests.support.browser import chromium, metrics_of
 
 MESH = {"fsdp": 64, "sp": 1, "tp": 8}
 RULES = "easydel__deepseek_v3-DeepseekV3Config-v0.2.0"
-BARS = {"plan, then check": 2.0}
 
 
 def rows() -> Iterator[Row]:
@@ -43,37 +42,14 @@ def _plans() -> Iterator[Row]:
     planned = sr.plan(tree, rules, MESH)
     if planned.shardings() != sr.named_shardings(tree, rules, MESH):
         raise AssertionError("the plan and named_shardings disagree")
-    trainer, sampler = (
-        planned.on_mesh({"fsdp": n, "sp": 1, "tp": m}) for n, m in [(64, 1), (1, 32)]
-    )
 
     def plan() -> sr.Plan:
         return sr.plan(tree, sr.Rules(rules), MESH)
 
-    calls: dict[str, Callable[[], Any]] = {
-        "plan": plan,
-        "plan, then check": lambda: plan().check(),
-        "plan, then lock": lambda: plan().lock(),
-        "Plan.transfer from fsdp=64 to tp=32": lambda: trainer.transfer(sampler),
-        "Plan.sweep over 10 meshes": lambda: planned.sweep(axes=("fsdp", "tp")),
-    }
     identity = partial(jax.tree_util.tree_map, lambda leaf: leaf, tree)
-    for name, call in calls.items():
-        yield compared(
-            f"{name}, DeepSeek-V3 / identity", call, identity, runs=7, bar=BARS.get(name)
-        )
-    yield from _names_that_do_not_fold()
-
-
-def _names_that_do_not_fold() -> Iterator[Row]:
-    names = ["".join(word) for word in islice(product("abcdefghij", repeat=5), 20_000)]
-    tree = dict.fromkeys(names, jax.ShapeDtypeStruct((8, 8), "float32"))
-
-    def plan() -> sr.Plan:
-        return sr.plan(tree, [("", ("tp", None))], {"tp": 2})
-
-    both, alone = interleaved_seconds([lambda: str(plan()), plan], runs=7)
-    yield Row("str(plan), names that do not fold", both - alone, "s", 0.2, f"{len(tree):,} leaves")
+    yield compared("plan, DeepSeek-V3 / identity", plan, identity, runs=7)
+    name = "plan, then check, DeepSeek-V3 / identity"
+    yield compared(name, lambda: plan().check(), identity, runs=7, bar=2.0)
 
 
 def _sweeps() -> Iterator[Row]:
@@ -94,11 +70,11 @@ def _sweeps() -> Iterator[Row]:
 def _suggestions() -> Iterator[Row]:
     """Rules for 91,991 leaves, with their proof."""
     tree = corpus.manifest("deepseek-v3").flat(corpus.with_dtype)
-    found = sr.suggest(tree, {"fsdp": 64, "tp": 8})
-    if found.plan.check(**found.declared).at_least("warning"):
+    suggestion = sr.suggest(tree, {"fsdp": 64, "tp": 8})
+    if suggestion.plan.check(**suggestion.declared).at_least("warning"):
         raise AssertionError("the suggested rules are not clean")
     (seconds,) = interleaved_seconds([lambda: sr.suggest(tree, {"fsdp": 64, "tp": 8})], runs=7)
-    note = f"{len(tree):,} leaves, {len(found.rules)} rules"
+    note = f"{len(tree):,} leaves, {len(suggestion.rules)} rules"
     yield Row("suggest, DeepSeek-V3 as published", seconds, "s", 1.0, note)
 
 
@@ -116,8 +92,8 @@ def _logical_plans() -> Iterator[Row]:
         "names beside them": (tree, lambda: sr.plan(tree, rules, sizes, names=names)),
         "in boxes of flax": (boxes, lambda: sr.plan(boxes, rules, sizes)),
     }
-    for name, (given, call) in cases.items():
-        identity = partial(jax.tree_util.tree_map, lambda leaf: leaf, given)
+    for name, (tree_or_boxes, call) in cases.items():
+        identity = partial(jax.tree_util.tree_map, lambda leaf: leaf, tree_or_boxes)
         what = f"plan of logical rules, {name} / identity"
         yield compared(what, call, identity, runs=7, bar=2.0)
 
@@ -153,7 +129,6 @@ def _processes() -> Iterator[Row]:
     command = [sys.executable, "-m", "shardrules"]
     calls = [
         partial(_run, [*command, "plan", str(model), *options]),
-        partial(_run, [*command, "check", str(model), *options, "--fail-on", "never"]),
         partial(_run, [sys.executable, "-c", "import numpy"]),
         partial(_run, [sys.executable, "-c", "import jax"]),
         partial(_run, [*command, "--help"]),
@@ -161,10 +136,9 @@ def _processes() -> Iterator[Row]:
     ]
     for call in calls:
         call()  # writes the bytecode
-    plan, check, numpy_alone, jax_alone, help_, nothing = interleaved_seconds(calls, runs=15)
+    plan, numpy_alone, jax_alone, help_, nothing = interleaved_seconds(calls, runs=15)
     note = f"import numpy alone: {numpy_alone:.2f} s; import jax: {jax_alone:.2f} s"
     yield Row("shardrules plan, 91,991 tensors, whole process", plan, "s", 0.4, note)
-    yield Row("shardrules check, the same", check, "s", None, note)
     yield Row("shardrules --help, over python -c pass", help_ - nothing, "s", 0.2, "")
 
 

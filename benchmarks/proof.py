@@ -32,11 +32,12 @@ def rows() -> Iterator[Row]:
 
 def _audit(name: str, tree: Any, mesh: Mesh) -> Row:
     plan = sr.plan(tree, ATTENTION_RULES, mesh)
-    placed = _placed(plan)
-    _check_audit(placed, plan)
-    identity = partial(tree_util.tree_map, lambda leaf: leaf, placed)
+    zeros = tree_util.tree_map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), plan.abstract())
+    arrays = sr.shard(zeros, plan)
+    _check_audit(arrays, plan)
+    identity = partial(tree_util.tree_map, lambda leaf: leaf, arrays)
     what = f"audit, {len(plan):,} arrays on 8 devices, {name} / identity"
-    return compared(what, partial(sr.audit, placed, plan), identity, runs=15, bar=2.0)
+    return compared(what, partial(sr.audit, arrays, plan), identity, runs=15, bar=2.0)
 
 
 def _verify(tree: Any, mesh: Mesh) -> Row:
@@ -48,9 +49,11 @@ def _verify(tree: Any, mesh: Mesh) -> Row:
     # The cheapest step that XLA does not take apart: a state that goes in and comes out.
     step = jax.jit(jax.lax.optimization_barrier, out_shardings=plan.shardings(), donate_argnums=0)
     compiled = step.lower(plan.abstract()).compile()
-    found = sorted((one.kind, one.leaves) for one in sr.verify(compiled, (other,), other))
-    if sr.verify(compiled, (plan,), plan) or found != [("input", 1), ("output", 1)]:
-        raise AssertionError(f"verify does not find the one array that is not as planned: {found}")
+    findings = sorted((row.kind, row.leaves) for row in sr.verify(compiled, (other,), other))
+    if sr.verify(compiled, (plan,), plan) or findings != [("input", 1), ("output", 1)]:
+        raise AssertionError(
+            f"verify does not find the one array that is not as planned: {findings}"
+        )
     calls = [
         partial(sr.verify, compiled, (plan,), plan),
         compiled.as_text,
@@ -65,19 +68,15 @@ def _verify(tree: Any, mesh: Mesh) -> Row:
     return Row(what, (ours - text) / reference, "x", 2.0, note)
 
 
-def _placed(plan: sr.Plan) -> Any:
-    """Arrays that are sharded as planned."""
-    zeros = tree_util.tree_map(lambda one: np.zeros(one.shape, one.dtype), plan.abstract())
-    return sr.shard(zeros, plan.shardings())
-
-
-def _check_audit(placed: Any, plan: sr.Plan) -> None:
-    """Return that audit finds nothing, and the one array that is not as planned."""
-    leaves, structure = tree_util.tree_flatten(placed)
+def _check_audit(arrays: Any, plan: sr.Plan) -> None:
+    """Check that audit finds nothing, and then the one array that is not as planned."""
+    leaves, structure = tree_util.tree_flatten(arrays)
     is_cut = [any(leaf.sharding.spec) for leaf in leaves]
     wrong = is_cut.index(True)
     mesh: Any = plan.mesh
     leaves[wrong] = jax.device_put(leaves[wrong], NamedSharding(mesh, P()))
-    found = sr.audit(structure.unflatten(leaves), plan)
-    if sr.audit(placed, plan) or [one.leaves for one in found] != [1]:
-        raise AssertionError(f"audit does not find the one array that is not as planned: {found}")
+    findings = sr.audit(structure.unflatten(leaves), plan)
+    if sr.audit(arrays, plan) or [row.leaves for row in findings] != [1]:
+        raise AssertionError(
+            f"audit does not find the one array that is not as planned: {findings}"
+        )

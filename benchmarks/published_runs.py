@@ -14,7 +14,6 @@ only run with both experts and `tp`; the cause of its 0.78 is not known.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -22,6 +21,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +36,10 @@ from benchmarks.decoders import HEAD, Decoder, adam, entropy, splash
 from shardrules._base.io import write_text
 from shardrules._program.work import LEAST_CYCLES
 
-FILE = Path(__file__).with_suffix(".toml")
+DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+MODELS, RUNS = DATA["models"], DATA["runs"]
+MOST_SECONDS = 480
+"""For a compilation."""
 LAYERS_COMPILED = 2
 """Trips of the loop over layers: the step has more."""
 FLAGS = {"whole": "--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000"}
@@ -62,25 +65,12 @@ class Row(NamedTuple):
         return (self.low + self.high) / 2 / self.seconds
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(folder: Path) -> None:
     """Compile what is not in the folder, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--limit", type=float, default=480, help="seconds for a compilation")
-    parser.add_argument("--only", default="", help="runs whose title has this")
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    data = tomllib.loads(FILE.read_text(encoding="utf-8"))
-    runs = [run for run in data["runs"] if options.only in title(run)]
-    if options.part:
-        print(json.dumps(compiled(data["models"], runs[0], options.part)))
-        return 0
-    options.folder.mkdir(parents=True, exist_ok=True)
-    for run in runs:
-        for part in PARTS:
-            keep(options.folder, compiled_for(data["runs"], run, part), part, options.limit)
-    print("\n".join(table(data["models"], data["runs"], runs, options.folder)))
-    return 0
+    folder.mkdir(parents=True, exist_ok=True)
+    for run, part in product(RUNS, PARTS):
+        keep(folder, compiled_for(run, part), part)
+    print("\n".join(table(folder)))
 
 
 def title(run: Run) -> str:
@@ -90,7 +80,7 @@ def title(run: Run) -> str:
     return f"{run['model']}, {slices}{run['on']}, {mesh}, {run['rows']} x {run['length']}"
 
 
-def compiled_for(runs: Sequence[Run], run: Run, part: str) -> Run:
+def compiled_for(run: Run, part: str) -> Run:
     """Return the first run of the same layers on such devices; for the ends, of such devices."""
 
     def key(other: Run) -> Any:
@@ -99,7 +89,7 @@ def compiled_for(runs: Sequence[Run], run: Run, part: str) -> Run:
             return kind
         return kind, *(other[name] for name in ("model", "length", "saved")), "tp" in other["mesh"]
 
-    return next(other for other in runs if key(other) == key(run))
+    return next(other for other in RUNS if key(other) == key(run))
 
 
 def file_of(folder: Path, run: Run, part: str) -> Path:
@@ -108,46 +98,46 @@ def file_of(folder: Path, run: Run, part: str) -> Path:
     return folder / f"{name}.json"
 
 
-def keep(folder: Path, run: Run, part: str, limit: float) -> None:
+def keep(folder: Path, run: Run, part: str) -> None:
     """Compile a part in a process of its own, with a limit, unless its result is there."""
     file = file_of(folder, run, part)
     if file.exists():
         return
     flags = " ".join(FLAGS[flag] for flag in run["flags"])
-    command = [sys.executable, "-m", "benchmarks.published_runs", str(folder), "--part", part]
+    command = [sys.executable, "-m", "benchmarks.published_runs", part, str(RUNS.index(run))]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": flags}
     try:
         done = subprocess.run(
-            [*command, "--only", title(run)], env=environment, timeout=limit, capture_output=True,
-            text=True, check=True,
+            command, env=environment, timeout=MOST_SECONDS, capture_output=True, text=True,
+            check=True,
         )  # fmt: skip
         result = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
-        result = {"failure": f"not compiled in {limit:.0f} s"}
+        result = {"failure": f"not compiled in {MOST_SECONDS} s"}
     except subprocess.CalledProcessError as error:
         result = {"failure": (error.stderr.strip().splitlines() or ["no message"])[-1][:300]}
     write_text(file, json.dumps(result, indent=1))
     print(f"{title(run)}, {part}: {result.get('failure', 'compiled')}", file=sys.stderr)
 
 
-def compiled(models: Mapping[str, Any], run: Run, part: str) -> dict[str, Any]:
+def compiled(run: Run, part: str) -> dict[str, Any]:
     """Compile a part of a step, of fewer sequences if those of the run do not fit."""
     rows = 1 if part == "ends" else run["rows"]
     while True:
         try:
-            return _proved(models, run, part, rows)
+            return _proved(run, part, rows)
         except sr.OutOfMemory as refusal:
             if rows == 1:
                 return {"failure": str(refusal).splitlines()[0]}
             rows = max(1, rows // 2)
 
 
-def decoder(models: Mapping[str, Any], run: Run) -> Decoder:
+def decoder(run: Run) -> Decoder:
     """Return the decoder of a run, on its mesh."""
-    sizes = models[run["model"]] | {"is_turned": models[run["model"]].get("gated", True)}
-    step = Decoder(**sizes, axes=run["mesh"], length=run["length"], saved=run["saved"])
-    object.__setattr__(step, "attend", partial(splash, step, run["on"].split(":")[0]))
-    return step
+    sizes = MODELS[run["model"]] | {"is_turned": MODELS[run["model"]].get("gated", True)}
+    attend = partial(splash, run["on"].split(":")[0])
+    named = {key: run[key] for key in ("length", "saved")}
+    return Decoder(**sizes, **named, axes=run["mesh"], attend=attend)
 
 
 def _loss_of_ends(step: Decoder, params: Any, x: Any, tokens: Any) -> jax.Array:
@@ -159,8 +149,8 @@ def _loss_of_ends(step: Decoder, params: Any, x: Any, tokens: Any) -> jax.Array:
     return entropy(step.logits(params, x), tokens)
 
 
-def _proved(models: Mapping[str, Any], run: Run, part: str, rows: int) -> Any:
-    step, topology = decoder(models, run), sr.Topology(run["on"], run.get("slices", 1))
+def _proved(run: Run, part: str, rows: int) -> Any:
+    step, topology = decoder(run), sr.Topology(run["on"], run.get("slices", 1))
     mesh = topology.mesh(run["mesh"])
     loss: Any = partial(_loss_of_ends, step)
     if part == "layers":  # the sum stands for what follows
@@ -185,15 +175,13 @@ def _proved(models: Mapping[str, Any], run: Run, part: str, rows: int) -> Any:
     }
 
 
-def seconds_of(
-    models: Mapping[str, Any], run: Run, other: Run, part: str, result: Mapping[str, Any]
-) -> tuple[float, float]:
+def seconds_of(run: Run, other: Run, part: str, result: Mapping[str, Any]) -> tuple[float, float]:
     """Compute the seconds of a part of a run: computing, sending.
 
     What is computed, and sent along "tp" and "ep", is by sequences; what is sent along "fsdp" is
     not, but by the share of an array that the others have.
     """
-    model, whole = (decoder(models, each) for each in (run, other))
+    model, whole = (decoder(each) for each in (run, other))
     times = model.layers / (LAYERS_COMPILED * len(model.body))
     if part == "ends":
         sizes = [d.vocab * d.width * d.length / d.axes.get("tp", 1) for d in (model, whole)]
@@ -210,11 +198,11 @@ def seconds_of(
     return times * of_rows * result["computing"], times * sending
 
 
-def published(models: Mapping[str, Any], run: Run) -> float:
+def published(run: Run) -> float:
     """Return the seconds of a run, from its operations in a second if those are published."""
     if "seconds" in run:
         return float(run["seconds"])
-    step = decoder(models, run)  # without experts: of each token, parameters that multiply it
+    step = decoder(run)  # without experts: of each token, parameters that multiply it
     kernels = 2 * step.width * HEAD * (step.heads + step.kv)
     kernels += (3 if step.gated else 2) * step.width * step.hidden
     attention = 12 * step.layers * step.heads * HEAD * step.length
@@ -222,25 +210,23 @@ def published(models: Mapping[str, Any], run: Run) -> float:
     return float(flops * run["rows"] * step.length / (run["tflops"] * 1e12))
 
 
-def table(
-    models: Mapping[str, Any], all_runs: Sequence[Run], runs: Sequence[Run], folder: Path
-) -> Iterator[str]:
+def table(folder: Path) -> Iterator[str]:
     """Yield the lines of a table in Markdown, and what it says."""
     yield "| run | published | computing | sending | range | middle / published | in it |"
     yield "|---|--:|--:|--:|--:|--:|---|"
     rows: list[Row] = []
-    for run in runs:
-        seconds = published(models, run)
+    for run in RUNS:
+        seconds = published(run)
         computing = sending = 0.0
         failures = []
         for part in PARTS:
-            other = compiled_for(all_runs, run, part)
+            other = compiled_for(run, part)
             file = file_of(folder, other, part)
             result = json.loads(file.read_text("utf-8")) if file.exists() else {"failure": "none"}
             if "failure" in result:
                 failures.append(f"{part}: {result['failure']}")
                 continue
-            more = seconds_of(models, run, other, part, result)
+            more = seconds_of(run, other, part, result)
             computing, sending = computing + more[0], sending + more[1]
         if failures:
             yield f"| {title(run)} | {seconds:.2f} s | {'; '.join(failures)} | | | | |"
@@ -254,7 +240,7 @@ def table(
             f"{'yes' if row.low <= seconds <= row.high else 'no'} |"
         )
     yield ""
-    if len(rows) > 1:
+    if rows:
         others = [row for row in rows if row.kind != FITTED_ON]
         yield _summary(rows)
         yield f"Those of other kinds than {FITTED_ON}: {_summary(others)}"
@@ -273,4 +259,8 @@ def _summary(rows: Sequence[Row]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    first, *index = sys.argv[1:]
+    if index:
+        print(json.dumps(compiled(RUNS[int(*index)], first)))
+    else:
+        main(Path(first))

@@ -1,7 +1,7 @@
 """Compares solved layouts with FSDP, and with those that experts write, by the TPU's compiler.
 
-    python -m benchmarks.solving                                  # the table of docs/evidence.md
-    python -m benchmarks.solving --steps "Mixtral 8x7B" --on v5e:4x4
+    python -m benchmarks.solving                    # the table of docs/evidence.md
+    python -m benchmarks.solving "Mixtral 8x7B"     # a row of it
 
 It needs libtpu, and prints each row when it is known. A step is traced under an expert's layout, so
 that this, as FSDP, is among the compiled candidates: all are priced by one rule.
@@ -9,9 +9,7 @@ that this, as FSDP, is among the compiled candidates: all are priced by one rule
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -24,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from benchmarks.decoders import Decoder, Params, trained
+from shardrules._base.text import bytes_shown, seconds_shown
 
 STATE = 0.4
 """Of the memory of all devices, what parameters and the optimizer's state may take; a step has so
@@ -38,11 +37,11 @@ def routed(step: Decoder, x: jax.Array, w: Params) -> jax.Array:
     rows, length, width = x.shape
     room = -(-length * step.chosen // step.experts)
     weights, tokens = jax.lax.top_k(jax.nn.softmax(x @ w["router"]).swapaxes(1, 2), room)
-    taken = step.cut(jnp.take_along_axis(x[:, None], tokens[..., None], 2))
-    gate, up = (jnp.einsum("betd,edf->betf", taken, w["experts"][name]) for name in ("gate", "up"))
-    made = step.cut(jnp.einsum("betf,efd->betd", jax.nn.silu(gate) * up, w["experts"]["down"]))
+    inputs = step.cut(jnp.take_along_axis(x[:, None], tokens[..., None], 2))
+    gate, up = (jnp.einsum("betd,edf->betf", inputs, w["experts"][name]) for name in ("gate", "up"))
+    outputs = step.cut(jnp.einsum("betf,efd->betd", jax.nn.silu(gate) * up, w["experts"]["down"]))
     return jax.vmap(lambda t, m: jnp.zeros(x.shape[1:], x.dtype).at[t].add(m))(
-        tokens.reshape(rows, -1), (made * weights[..., None]).reshape(rows, -1, width)
+        tokens.reshape(rows, -1), (outputs * weights[..., None]).reshape(rows, -1, width)
     )
 
 
@@ -72,14 +71,14 @@ class Recurrent(Decoder):
         return [("decay", P(None, self.tp)), *super().rules()]
 
 
-MADE = partial(Decoder, dtype="bfloat16", send=routed)
+ROUTED = partial(Decoder, dtype="bfloat16", send=routed)
 STEPS = {
-    "Llama-3 8B": (MADE(32, 4096, 14336, 32, 8, 128256), "v5p:2x2x4"),
-    "Qwen3-MoE 235B": (MADE(94, 4096, 1536, 64, 4, 151936, experts=128, chosen=8), "v5p:4x4x4"),
+    "Llama-3 8B": (ROUTED(32, 4096, 14336, 32, 8, 128256), "v5p:2x2x4"),
+    "Qwen3-MoE 235B": (ROUTED(94, 4096, 1536, 64, 4, 151936, experts=128, chosen=8), "v5p:4x4x4"),
     "DeepSeek-V3-like": (
-        MADE(58, 7168, 2048, 128, 128, 129280, experts=256, chosen=8), "v5p:8x8x8",
+        ROUTED(58, 7168, 2048, 128, 128, 129280, experts=256, chosen=8), "v5p:8x8x8",
     ),
-    "Mixtral 8x7B": (MADE(32, 4096, 14336, 32, 8, 32000, experts=8, chosen=2), "v5e:4x4"),
+    "Mixtral 8x7B": (ROUTED(32, 4096, 14336, 32, 8, 32000, experts=8, chosen=2), "v5e:4x4"),
     "Mamba-like 2.8B": (Recurrent(64, 2560, 5120, 0, 0, 50280, dtype="bfloat16"), "v5e:4x4"),
 }  # fmt: skip
 
@@ -103,41 +102,28 @@ def traced(step: Decoder, axes: dict[str, int]) -> sr.types.Step:
     return sr.trace(jitted, step.planned(step.params, mesh), step.tokens(mesh, 1))
 
 
-HEADS = ("step", "slice", "layers", "mesh", "clock", "processor", "gap", "answer",
-         "the best by prediction", "as in the program", "FSDP", "sent", "predicted", "memory",
-         "predicted")  # fmt: skip
+HEADS = ("step", "slice", "answer", "expert's", "FSDP", "sent", "predicted", "memory", "predicted")
 
 
-def solved(name: str, slice_: str) -> list[str]:
+def solved(name: str) -> list[str]:
     """Solve a step, which compiles the ten best; return a row of the table."""
+    model, slice_ = STEPS[name]
     topology = sr.Topology(slice_)
-    model, meshes = on_slice(STEPS[name][0], topology), topology.meshes(AXES)
-    step = traced(model, meshes[len(meshes) // 2])
-    begin = time.perf_counter(), time.process_time()
-    solution = sr.solve(step, topology)
-    took = time.perf_counter() - begin[0], time.process_time() - begin[1]
-    answer, *_ = solution.candidates
-    by_name = {row.what: row.compiled for row in solution.candidates}
-    cells = [name, slice_, str(model.layers), "x".join(map(str, answer.mesh.values()))]
-    cells += [f"{took[0]:.0f} s", f"{took[1]:.0f} s", f"{solution.gap:.1%}"]
-    costs = (answer.compiled, *map(by_name.get, HEADS[8:11]))
-    cells += [f"{cost.seconds:.3g} s" if cost else "" for cost in costs]
+    model, meshes = on_slice(model, topology), topology.meshes(AXES)
+    answer, *others = sr.solve(traced(model, meshes[len(meshes) // 2]), topology).candidates
+    by_name = {row.what: row.compiled for row in (answer, *others)}
+    costs = (answer.compiled, by_name.get("as in the program"), by_name.get("FSDP"))
     both = [cost for cost in (answer.compiled, answer.predicted) if cost]
-    cells += [f"{sum(cost.sent.values()) / 1e9:.3g} GB" for cost in both]
-    return cells + [f"{cost.memory / 1e9:.3g} GB" for cost in both]
-
-
-def main() -> int:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", nargs="*", choices=STEPS, default=list(STEPS))
-    parser.add_argument("--on", help="a slice, in place of that of each step")
-    options = parser.parse_args()
-    print("|", " | ".join(HEADS), "|\n|---|---|--:|---|" + "--:|" * (len(HEADS) - 4))
-    for name in options.steps:
-        print("|", " | ".join(solved(name, options.on or STEPS[name][1])), "|", flush=True)
-    return 0
+    return [
+        f"{name}, {model.layers} layers",
+        slice_,
+        *(seconds_shown(cost.seconds) if cost else "" for cost in costs),
+        *(bytes_shown(sum(cost.sent.values())) for cost in both),
+        *(bytes_shown(cost.memory) for cost in both),
+    ]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    print("|", " | ".join(HEADS), "|\n|---|---|" + "--:|" * (len(HEADS) - 2))
+    for step_name in sys.argv[1:] or STEPS:
+        print("|", " | ".join(solved(step_name)), "|", flush=True)

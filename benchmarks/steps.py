@@ -67,13 +67,13 @@ def _rehearse() -> Any:
 
 def _seconds(call: Callable[[], Any], runs: int = 3) -> tuple[float, str]:
     """Return the median of runs, in seconds of processors."""
-    taken = []
+    seconds = []
     for _ in range(runs):
         jax.clear_caches()
         begin = _processors()
         call()
-        taken.append(_processors() - begin)
-    return median(taken), "s of processors"
+        seconds.append(_processors() - begin)
+    return median(seconds), "s of processors"
 
 
 def _processors() -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from statistics import median
 
 from benchmarks.harness import PEERS, Result, Row, quartiles_of
+from shardrules._base.text import seconds_shown
 
 TREES = "Whole trees"
 FRONT = ("case", "ours / identity", "eformer / ours", "re loop / ours", "bars")
@@ -33,7 +35,7 @@ def trees_table(results: Iterable[Result]) -> list[str]:
     """Return a row for each case: medians, with the middle half of the rounds."""
     lines = _head("case", "ours", "ours / identity", *(f"{peer} / ours" for peer in PEERS), "bars")
     for result in results:
-        ours = _of_unit(result.seconds["ours"])
+        ours = seconds_shown(median(result.rounds["ours"]))
         of_peers = [_ratio(result, peer) for peer in PEERS]
         lines.append(
             _line(result.case.name, ours, _ratio(result, "identity"), *of_peers, result.verdict())
@@ -50,14 +52,12 @@ def _ratio(result: Result, reference: str) -> str:
 
 def rows_table(rows: Iterable[Row]) -> list[str]:
     """Return a row for each measurement."""
-    return [*_head("what", "measured", "bar", ""), *_rows(rows)]
-
-
-def _rows(rows: Iterable[Row]) -> Iterator[str]:
+    lines = _head("what", "measured", "bar", "")
     for row in rows:
         bar = "" if row.bar is None else f"{row.bar:g} {row.unit}: {row.verdict}"
         measured = f"{row.measured:.3g} {row.unit}{_between(row.quartiles)}"
-        yield _line(row.name, measured, bar, row.note)
+        lines.append(_line(row.name, measured, bar, row.note))
+    return lines
 
 
 def _between(quartiles: tuple[float, float] | None) -> str:
@@ -70,10 +70,3 @@ def _head(*cells: str) -> list[str]:
 
 def _line(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _of_unit(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"

@@ -24,7 +24,7 @@ MakeType = Callable[[str, tuple[str, ...]], Any]
 
 
 def attention_layers(leaves: int) -> dict[str, Any]:
-    """Layer of eight leaves, each with its own dicts, as in a model."""
+    """Return layers of eight leaves, each with its own dicts, as in a model."""
     return {
         "layers": {
             str(i): {"attn": {n: {"kernel": LEAF, "bias": LEAF} for n in ATTENTION}}
@@ -72,5 +72,5 @@ def _equinox_module(name: str, fields: tuple[str, ...]) -> Any:
 
 
 def _dataclass(name: str, fields: tuple[str, ...], *, frozen: bool) -> Any:
-    made = dataclasses.make_dataclass(name, [(f, object) for f in fields], frozen=frozen)
-    return jax.tree_util.register_dataclass(made)
+    node_type = dataclasses.make_dataclass(name, [(f, object) for f in fields], frozen=frozen)
+    return jax.tree_util.register_dataclass(node_type)
