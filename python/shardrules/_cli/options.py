@@ -150,12 +150,12 @@ class Option(click.Option):
         """Check that what it needs is there, and nothing that it excludes, if it is given."""
         if not _is_given(ctx, self):
             return
-        others = {each.name: each for each in ctx.command.params}
+        parameters = {each.name: each for each in ctx.command.params}
         if self.needs and not any(map(ctx.params.get, self.needs)):
-            needed = " or ".join(others[name].get_error_hint(ctx) for name in self.needs)
+            needed = " or ".join(parameters[name].get_error_hint(ctx) for name in self.needs)
             raise click.UsageError(f"{self.get_error_hint(ctx)} needs {needed}.", ctx)
         source = ctx.get_parameter_source(str(self.name))
-        for other in (others[name] for name in self.excludes if name in others):
+        for other in (parameters[name] for name in self.excludes if name in parameters):
             # A job's own are no contradiction to those of the command line.
             if _is_given(ctx, other) and ctx.get_parameter_source(str(other.name)) is source:
                 pair = f"{self.get_error_hint(ctx)} and {other.get_error_hint(ctx)}"
