@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from tests.support.command_line import invoke
-from tests.support.compiled import needs_cuda
+from tests.support.contexts import needs_cuda
 from tests.tpu.test_prove import HERE, RULES, SIZES, batch, clean, params, step
 from tests.tpu.test_prove_command import MODULE
 

@@ -10,7 +10,7 @@ import shardrules as sr
 from shardrules._base.hardware import compiler_facts
 from shardrules._program.topologies import topology as gpu_topology
 from shardrules._program.topologies.topology import memory_limit
-from tests.support.compiled import needs_cuda
+from tests.support.contexts import needs_cuda
 
 
 def test_without_the_plugin_the_extra_is_named(monkeypatch):

@@ -56,7 +56,7 @@ def warnings(outcome: Outcome) -> list[sr.types.Finding]:
     return [finding for finding in outcome.findings if finding.level != "info"]
 
 
-class Row(NamedTuple):
+class Score(NamedTuple):
     """The score of a step."""
 
     step: str
@@ -124,10 +124,10 @@ def _outcome(step: Step, switches: Mapping[str, Any]) -> Outcome:
     return Outcome(cost(built), reported, lost / max(total, 1))
 
 
-def score(steps: Iterable[Step]) -> Iterator[Row]:
+def score(steps: Iterable[Step]) -> Iterator[Score]:
     """Yield the score of each step, with all its faults."""
     for step in steps:
-        yield Row(step.name, outcome(step), {name: outcome(step, name) for name in step.faults})
+        yield Score(step.name, outcome(step), {name: outcome(step, name) for name in step.faults})
 
 
 def _essence(finding: sr.types.Finding) -> tuple[str, tuple[str, ...], str]:

@@ -17,9 +17,8 @@ from shardrules import compat
 
 # Of a default without a text of its own.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-
-
-OFFERED = ("shardrules.dialects", "shardrules.types")
+# Public modules beside the root, `compat` left out.
+BESIDE_ROOT = ("shardrules.dialects", "shardrules.types")
 
 
 def public_names(module: str) -> list[str]:
@@ -32,29 +31,29 @@ def public() -> dict[str, object]:
     """The public names of `shardrules` and of what it offers in modules, without `compat`."""
     return {
         name: getattr(importlib.import_module(module), name)
-        for module in ("shardrules", *OFFERED)
+        for module in ("shardrules", *BESIDE_ROOT)
         for name in public_names(module)
     }
 
 
 def callables() -> dict[str, list[str]]:
     """The parameters of each public class, function and method that has any, without `compat`."""
-    found: dict[str, list[str]] = {}
-    for name, thing in public().items():
-        methods = inspect.getmembers(thing, inspect.isroutine) if inspect.isclass(thing) else []
-        ours = {name: thing, **{f"{name}.{own}": it for own, it in methods if own[0] != "_"}}
-        for path, one in ours.items():
-            if callable(one) and (getattr(one, "__module__", None) or "").startswith("shardrules"):
-                names = [each for each in inspect.signature(one).parameters if each != "self"]
-                found |= {path: names} if names else {}
-    return found
+    parameters: dict[str, list[str]] = {}
+    for name, value in public().items():
+        methods = inspect.getmembers(value, inspect.isroutine) if inspect.isclass(value) else []
+        functions = {name: value, **{f"{name}.{method}": of for method, of in methods if method[0] != "_"}}
+        for path, function in functions.items():
+            if callable(function) and (getattr(function, "__module__", None) or "").startswith("shardrules"):
+                names = [parameter for parameter in inspect.signature(function).parameters if parameter != "self"]
+                parameters |= {path: names} if names else {}
+    return parameters
 
 
 def modules() -> list[str]:
     """The public modules."""
     return [
         "shardrules",
-        *OFFERED,
+        *BESIDE_ROOT,
         *sorted(
             f"shardrules.compat.{m.name}" for m in pkgutil.iter_modules(compat.__path__) if not m.name.startswith("_")
         ),

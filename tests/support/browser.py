@@ -14,18 +14,18 @@ _ARGUMENTS = [
 @contextmanager
 def chromium() -> Iterator[Any]:
     """The system's Chromium; None if it or playwright is not installed."""
-    found = shutil.which("chromium")
+    program = shutil.which("chromium")
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
-        found = None
-    if found is None:
+        program = None
+    if program is None:
         yield None
         return
     with sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=found, args=_ARGUMENTS)
-        yield started
-        started.close()
+        browser = driver.chromium.launch(executable_path=program, args=_ARGUMENTS)
+        yield browser
+        browser.close()
 
 
 def metrics_of(page: Any) -> Callable[[], dict[str, float]]:

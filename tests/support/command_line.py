@@ -11,8 +11,8 @@ from shardrules._cli import APP, run
 from shardrules._cli.process import code_of
 
 
-class Done(NamedTuple):
-    """A command that ended."""
+class Result(NamedTuple):
+    """How a command ended, and what it wrote."""
 
     exit_code: int
     stdout_bytes: bytes
@@ -37,7 +37,7 @@ class _Screen(io.TextIOWrapper):
         return True
 
 
-def invoke(*words: object, is_terminal: bool = False) -> Done:
+def invoke(*words: object, is_terminal: bool = False) -> Result:
     """Runs `shardrules` with these words; its streams are a terminal, or files."""
     kind = _Screen if is_terminal else io.TextIOWrapper
     streams = [kind(io.BytesIO(), encoding="utf-8", write_through=True) for _ in "oe"]
@@ -46,11 +46,11 @@ def invoke(*words: object, is_terminal: bool = False) -> Done:
         contextlib.redirect_stdout(streams[0]),
         contextlib.redirect_stderr(streams[1]),
     ):
-        code = _ended()
-    return Done(code, *(stream.buffer.getvalue() for stream in streams))
+        code = _exit_code()
+    return Result(code, *(stream.buffer.getvalue() for stream in streams))
 
 
-def _ended() -> int:
+def _exit_code() -> int:
     try:
         return run()
     except BaseException as error:
@@ -60,5 +60,5 @@ def _ended() -> int:
 def options_of(command: str, *words: object) -> SimpleNamespace:
     """The options of a command, as its function gets them."""
     with APP.make_context("shardrules", [command, *map(str, words)]) as ctx:
-        name, found, rest = APP.resolve_command(ctx, [command, *map(str, words)])
-        return SimpleNamespace(**found.make_context(name, rest, parent=ctx).params)
+        name, own, rest = APP.resolve_command(ctx, [command, *map(str, words)])
+        return SimpleNamespace(**own.make_context(name, rest, parent=ctx).params)

@@ -15,10 +15,10 @@ _COMMANDS = re.compile(r"(?<=<!-- commands -->\n).*?(?=<!-- /commands -->)", re.
 
 def written(text: str) -> str:
     """The page with the commands as they are; what is of several commands is said once."""
-    made = [*map(command_named, names())]
-    counts = Counter(row for command in made for row in map(_row, command.params))
+    commands = [*map(command_named, names())]
+    counts = Counter(row for command in commands for row in map(_row, command.params))
     shared = [row for row, count in counts.items() if count > 1]
-    parts = ["", *(_section(command, shared) for command in made)]
+    parts = ["", *(_section(command, shared) for command in commands)]
     parts += ["## Options of several commands", "", *_table(shared), ""]
     return _COMMANDS.sub(lambda _: "\n".join([*parts, ""]), text)
 

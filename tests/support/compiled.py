@@ -1,24 +1,14 @@
 """Arrays of types on meshes of the first devices, and steps that are lowered or compiled to their end."""
 
-import os
-from importlib.util import find_spec
 from math import prod
 from typing import Any
 
 import jax
 import numpy as np
-import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardrules._program import lowering
 from shardrules._program.compiler import compile_whole
-from shardrules._program.topologies.topology import has_plugin
-
-needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed: make test-all")
-needs_cuda = pytest.mark.skipif(
-    not has_plugin() or os.environ.get("JAX_PLATFORMS") != "cpu",
-    reason="JAX's plugin for CUDA is not installed, or JAX_PLATFORMS not cpu: see CONTRIBUTING.md",
-)
 
 
 def devices(**sizes: int) -> Mesh:
@@ -37,6 +27,7 @@ def constrained(mesh: Any, x: Any, *spec: Any) -> Any:
 
 
 def lowered_on(mesh: Any, step: Any, *args: Any) -> Any:
+    """Return a step lowered for the devices of a mesh, which need not be there."""
     return lowering.lowered_on(mesh, step, args)[0]
 
 

@@ -1,15 +1,23 @@
-"""What a test may find itself in: mesh contexts of the JAX that is installed, AddressSanitizer, a container."""
+"""What a test may find itself in: mesh contexts of the JAX that is installed, compilers, AddressSanitizer, a container."""
 
 import os
 import warnings
 from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 
 import jax
 import pytest
 
+from shardrules._program.topologies.topology import has_plugin
+
 not_on_jax_0_7 = pytest.mark.skipif(
     jax.__version_info__ < (0, 8),
     reason="JAX 0.7 cannot: CPU programs with pinned_host, constraints where some axes are manual",
+)
+needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed: make test-all")
+needs_cuda = pytest.mark.skipif(
+    not has_plugin() or os.environ.get("JAX_PLATFORMS") != "cpu",
+    reason="JAX's plugin for CUDA is not installed, or JAX_PLATFORMS not cpu: see CONTRIBUTING.md",
 )
 measures_memory = pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="ASan keeps what is freed")
 
@@ -23,6 +31,7 @@ def pseudo_terminal() -> tuple[int, int]:
 
 
 def outcome(call, *args, **named):
+    """What a call returns, or the type of its error: libraries and ours are to have the same."""
     try:
         return call(*args, **named)
     except Exception as error:
@@ -30,6 +39,7 @@ def outcome(call, *args, **named):
 
 
 def nothing(mesh):
+    """No context, where others are of a mesh."""
     return nullcontext()
 
 

@@ -13,14 +13,14 @@ HOSTILE: Final = (
     "##[error]forged", "x ##[group]forged", "###[error]forged", "##vso[task.setvariable variable=a]b", "##teamcity[testFailed name='a']",
     "[/x]", "[bold]x[/bold]", "[link=file:///etc/passwd]x[/link]", "a  ::error::folded", "{}{0..3}",
 )  # fmt: skip
-CONTROLS: Final = re.compile(r"\x1b\[[0-9;]*m")  # the colours of our own tables
+COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")  # those of our own tables
 COMMANDS: Final = re.compile(r"^\s*::|##[\w.-]*\[", re.M)
 ANNOTATION: Final = re.compile(r"::(error|warning|notice) (file=[^:,]*,(line=[0-9]+,)?)?title=shardrules [a-z-]+::")
 
 
 def assert_safe(text: str, *, is_github: bool = False) -> None:
     """No control but our colours, and no command of a CI service."""
-    plain = CONTROLS.sub("", text)
+    plain = COLOURS.sub("", text)
     assert all(c.isprintable() for c in plain.replace("\n", "")), ascii(text)
     for line in plain.split("\n"):
         rest = ANNOTATION.sub("", line, count=1) if is_github else line

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program import compiler
-from tests.support.compiled import lowered_on, needs_libtpu
+from tests.support.compiled import lowered_on
+from tests.support.contexts import needs_libtpu
 from tests.tpu.test_prove import RULES, SIZES, batch, params, step
 
 pytestmark = needs_libtpu

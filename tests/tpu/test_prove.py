@@ -15,7 +15,8 @@ from examples import prove_405b
 from shardrules._program.work import LEAST_CYCLES
 from tests.program.verify.test_step_sweep import step_on
 from tests.support.command_line import invoke
-from tests.support.compiled import array, compiled_on, devices, needs_libtpu
+from tests.support.compiled import array, compiled_on, devices
+from tests.support.contexts import needs_libtpu
 from tests.support.folders import ROOT
 from tests.support.plans import shard_bytes
 

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests.support.command_line import invoke
-from tests.support.compiled import needs_libtpu
+from tests.support.contexts import needs_libtpu
 
 MODULE = """
 import jax

@@ -11,7 +11,8 @@ from shardrules._program.solve.space import Space
 from shardrules._program.solve.spread import Spread
 from tests.cli.test_solve_command import folder  # noqa: F401 # has the module, in each test
 from tests.support.command_line import invoke
-from tests.support.compiled import array, needs_libtpu
+from tests.support.compiled import array
+from tests.support.contexts import needs_libtpu
 
 pytestmark = needs_libtpu
 

@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._program.solve.spread import Machine
-from tests.support.compiled import array, needs_libtpu
+from tests.support.compiled import array
+from tests.support.contexts import needs_libtpu
 
 SHAPES = {
     "v5p:8x8x8": ((8, 8, 8), 512, "v5p"), "v5e:4x12": ((4, 12), 48, "v5e"), "v5e:1x1": ((1, 1), 1, "v5e"),
