@@ -112,33 +112,6 @@ def test_trees_of_all_kinds(name, mesh):
     assert len(plan) == len(paths)
 
 
-@pytest.mark.parametrize("mesh", [{"dp": 2, "fsdp": 4}, {"dp": 3, "fsdp": 2}], ids=str)
-@pytest.mark.parametrize(
-    ("dialect", "rules"),
-    [
-        ("EFORMER", [("wq", P("fsdp", "dp")), (".*", P("dp", "fsdp"))]),
-        ("EASYLM", [("wq", P("fsdp")), (".*", P())]),
-        ("SPECTRAX", [("wq", P(("fsdp", "xx"), "dp")), (".*", P("dp", "fsdp"))]),
-        ("KERAS", [(".*wq", P(None, "fsdp")), ("layers/1/b", P("dp"))]),
-        ("KEYSTR", [(r"\['wq'\]", P("fsdp")), (r"\[1\]", P("dp")), (".*", P())]),
-    ],
-)
-def test_dialects(dialect, rules, mesh):
-    tree = {"layers": [{"b": array(12), "wq": array(24, 12)} for _ in range(2)], "one": array(1), "step": array()}
-    rules = sr.Rules(rules, getattr(sr.dialects, dialect))
-    plan = sr.plan(tree, rules, mesh)
-    check_equal_to_named_shardings(plan, tree, rules, mesh)
-    text = tree_util.keystr if dialect == "KEYSTR" else references.SLASHED
-    assert plan.paths == [text(path) for path, _ in tree_util.tree_flatten_with_path(tree)[0]]
-    chosen_by = references.CHOSEN_BY.get(dialect, references.by_search)
-    for path, rule, leaf in zip(plan.paths, plan.rule.tolist(), tree_util.tree_leaves(tree), strict=True):
-        chosen = chosen_by([pattern for pattern, _ in rules], path)
-        needs_none = {"rank 0": leaf.shape == (), "size 1": leaf.size == 1, "none": False}
-        if chosen is None or needs_none[rules.dialect.scalars]:
-            chosen = -1
-        assert rule == chosen, path
-
-
 def test_rule_specs_and_corrections():
     prefix = sr.Correction(indivisible="prefix")
     rules = [

@@ -302,29 +302,6 @@ class TestNnx:
         matched = nnx.to_pure_dict(keystr.match(nnx.state(model)))
         assert matched["attn"]["inner"]["kernel"] == P("tp")
 
-    @pytest.mark.parametrize("memory_budget", [0, 2000, 32 << 20])
-    @pytest.mark.parametrize("seed", range(5))
-    def test_a_key_that_holds_one_leaf_is_as_if_it_were_not_there(self, seed, memory_budget):
-        rng = random.Random(seed)
-        names = ["kernel", "value", "bias", "x" * 40, "a", "valu", "values"]
-
-        def tree(depth):
-            if depth == 0 or rng.random() < 0.2:
-                return array(4, 4)
-            return {name: tree(depth - 1) for name in rng.sample(names, rng.randint(1, 4))}
-
-        def boxed(node):
-            return {"value": node} if not isinstance(node, dict) else {
-                key: boxed(child) for key, child in node.items()
-            }  # fmt: skip
-
-        plain = {"root": tree(4)}
-        patterns = ["value$", "^root/value", "kernel/value|bias$", "(?<!x)/a", "value/.*value", ""]
-        rules = [(pattern, Payload(rule)) for rule, pattern in enumerate(patterns)]
-        expected = sr.Rules(rules, memory_budget=memory_budget).match(plain)
-        found = sr.Rules(rules, sr.dialects.NNX, memory_budget=memory_budget).match(boxed(plain))
-        assert found == jax.tree.map(boxed, expected)
-
 
 KERAS_RULES = [(".*kernel", ("x",)), ("a/.*", ("y",))]
 REFUSED = {

@@ -4,7 +4,6 @@ import gzip
 import json
 from collections.abc import Callable
 from functools import cache
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +11,6 @@ import jax
 from jax.sharding import PartitionSpec
 
 from examples import demo
-from shardrules._base.dtypes import bits_of
 from shardrules._plan.files.models import read_arrays
 from tests.support.folders import DATA
 
@@ -27,10 +25,6 @@ class Parameter(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: str
-
-    @property
-    def bytes(self) -> int:
-        return prod(self.shape) * bits_of(self.dtype) // 8
 
 
 class Manifest(NamedTuple):
