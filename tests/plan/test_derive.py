@@ -579,5 +579,3 @@ def test_rules_of_parameters_were_dead_for_a_state():
     plan = sr.plan({"a": {"kernel": leaf}}, [("a/kernel", ("fsdp", "tp"))], {"fsdp": 2, "tp": 2})
     low = {"mu": {"a": {"kernel": jax.ShapeDtypeStruct((8192, 64), "float32")}}}
     assert not [one for one in plan.for_optimizer(low).check() if one.kind == "dead"]
-    logical = sr.plan({"w": leaf}, sr.LogicalRules([("x", "tp"), ("y", None)]), {"tp": 2}, names={"w": ("x", "x2")})
-    assert not [one for one in logical.for_optimizer({"mu": {"w": leaf}}).check() if one.kind == "dead"]

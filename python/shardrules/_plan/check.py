@@ -18,7 +18,6 @@ from shardrules._plan.check_context import (
     KINDS,
     Check,
     CheckContext,
-    added_rule,
     finding,
     leaves_in,
     only_one,
@@ -70,7 +69,7 @@ def run_checks(
     return Findings(findings, f"{scope}; not looked for: {off}" if off else scope)
 
 
-# Logical rules are often for other trees as well: see `dead_names`.
+# Logical rules are often for activations, or for other trees as well.
 def dead_rules(context: CheckContext) -> Iterator[Finding]:
     for rule in context.dead:
         message = f"{context.rule(rule)} matches no leaf"
@@ -199,12 +198,12 @@ def unused_axes(context: CheckContext) -> Iterator[Finding]:
 def unmatched(context: CheckContext) -> Iterator[Finding]:
     folded = context.folded([kind.status == "unmatched" for kind in context.kinds])
     if folded:
-        leaves, rule = counted(leaves_in(folded), "leaf"), added_rule(context.plan, folded)
-        example = f", such as {rule}" if rule else ""
+        leaves = counted(leaves_in(folded), "leaf")
         yield finding(
             "unmatched",
             f"no rule matches {leaves} of {len(context.plan.paths):,}",
-            f"add rules for them{example}; or replicate them by a last rule ('.*', P())",
+            "add rules for them, such as `suggest` writes; "
+            "or replicate them by a last rule ('.*', P())",
             folded,
             bytes=context.device_bytes(folded),
         )

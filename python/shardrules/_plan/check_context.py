@@ -1,8 +1,7 @@
-"""What checks share: the kinds of findings, facts of a plan, and rules to add."""
+"""What checks share: the kinds of findings, and facts of a plan."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache, partial
@@ -69,7 +68,7 @@ KINDS: Final[dict[str, tuple[str, str]]] = {
         "error",
         "rules that match leaves of flax nnx only through the `value` in which all their paths end",
     ),
-    "dead": ("warning, info", "rules that match no leaf; info for logical rules"),
+    "dead": ("warning", "rules for paths that match no leaf"),
     "shadowed": ("warning", "rules that match leaves, all of which earlier rules win"),
     "uncut": ("warning", "leaves that a mesh axis could cut, as it cuts others like them"),
     "unused-axis": (
@@ -275,33 +274,3 @@ class CheckContext:
         if kind.rule is not None:
             return self.rule(kind.rule)
         return "no rule decides" if kind.names is None else f"the names {kind.names}"
-
-
-def added_rule(plan: Plan, leaves: Sequence[Folded]) -> str:
-    """Write a rule for the first of these leaves, to stand before all others.
-
-    P(...) stands for the spec to choose. Beside the first, the rule may match others of
-    them. "" if there is no such pattern, or another rule matches where a single one may.
-    """
-    rules, sources = plan._leaves.path_rules, plan.sources
-    if rules is None or not leaves:
-        return ""
-    path = sources[int(leaves[0].rows[0])]
-    if rules.dialect.precedence == "only" and rules.all_matches(path):
-        return ""
-    rows = {row for part in leaves for row in part.rows.tolist()}
-    firsts = [int(part.rows[0]) for part in plan.folded]
-    others = [sources[row] for row in firsts if row not in rows]
-    texts = [re.escape(text).replace(r"\-", "-") for text in leaves[0].parts[::2]]
-    regex = r"\d+".join(texts)
-    for pattern in (regex, f"^{regex}$"):
-        rule = Rules([(pattern, ())], rules.dialect)
-        if rule.all_matches(path) and not any(map(rule.all_matches, others)):
-            return f"({_pattern_shown(pattern)}, P(...))"
-    return ""
-
-
-def _pattern_shown(regex: str) -> str:
-    """Write a regex, of escaped texts, as one does in Python."""
-    quote = '"' if "'" in regex else "'"
-    return f"r{quote}{regex}{quote}" if regex.isprintable() and quote not in regex else repr(regex)

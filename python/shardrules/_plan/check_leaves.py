@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import chain
 from math import prod
 from typing import Any, Final
 
@@ -17,12 +16,11 @@ import numpy as np
 
 from shardrules._base.rule_specs import is_on_host
 from shardrules._base.specs import entries_of, entry_axes, few_heads_advice
-from shardrules._base.text import SLIP, and_more, bytes_shown, counted, nearest
+from shardrules._base.text import SLIP, bytes_shown, counted, nearest
 from shardrules._plan.bases import links_of
 from shardrules._plan.check_context import (
     Check,
     CheckContext,
-    added_rule,
     finding,
     leaves_in,
     only_one,
@@ -155,14 +153,12 @@ def catch_alls(context: CheckContext) -> Iterator[Finding]:
             [part for part in folded if context.is_whole(kinds[part.group])]
         )
         cost, dead = context.device_bytes(folded), rules_listed(context.dead)
-        example = added_rule(plan, folded)
         yield finding(
             "catch-all",
             f"{counted(leaves, 'leaf')} of {len(plan.paths):,} ({bytes_shown(total)} of "
             f"{bytes_shown(plan.total_bytes)}) {'matches' if leaves == 1 else 'match'} no rule "
             f"but the catch-all, {context.rule(rule)}: {at_stake(cost)}",
-            "add rules for them"
-            + (f", such as {example}" if example else "")
+            "add rules for them, such as `suggest` writes"
             + (f" (perhaps meant for them, but matching nothing: {dead})" if dead else "")
             + "; or declare them replicated",
             folded,
@@ -248,7 +244,6 @@ def cut_heads(context: CheckContext) -> Iterator[Finding]:
         yield finding("half-head", message, fix, leaves, rule=rule)
 
 
-_MOST_NAMES: Final = 8
 _NUMBERS: Final = re.compile("[0-9]+")
 
 
@@ -320,22 +315,6 @@ def fewer_names(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def dead_names(context: CheckContext) -> Iterator[Finding]:
-    """Rules for names that no leaf has: often those of activations, or of other models."""
-    rules = context.plan.rules
-    # Others are told of the axes that they name and that cut no leaf.
-    dead = [rule for rule in context.dead if rule not in {*chain(*context.dead_rules_of.values())}]
-    if dead:
-        texts = [*dict.fromkeys(repr(rules[rule][0]) for rule in dead)]
-        names = ", ".join([*texts[:_MOST_NAMES], *and_more(len(texts), _MOST_NAMES, "name")])
-        yield finding(
-            "dead",
-            f"{counted(len(dead), 'rule')} of {len(rules)} for names that no leaf has: {names}",
-            "remove them, if they are for no other tree, such as activations",
-            level="info",
-        )
-
-
 def nnx_values(context: CheckContext) -> Iterator[Finding]:
     rules, sources = context.path_rules, context.plan.sources
     if rules is None or (dialect := rules.dialect).hidden_key is not None:
@@ -375,6 +354,5 @@ CHECKS: Final[tuple[Check, ...]] = (
     (unknown_names, "names"),
     (unnamed, "names"),
     (fewer_names, "names"),
-    (dead_names, "names"),
     (nnx_values, "paths"),
 )
