@@ -276,7 +276,7 @@ MISTAKES = {
     "a moment's axis": (lambda: PLAN.for_optimizer({"mu": TREE}, zero1="data"), "'data'", "{'fsdp': 2, 'tp': 4}"),
     "a lock to compare with": (lambda: PLAN.diff("plan.lock"), "'plan.lock'", "Plan.from_lock(path)"),
     "LORA in a list": (lambda: sr.plan(TREE, RULES, SIZES, companions=[sr.LORA]), "companions[0]", "those of shardrules.LORA"),
-    "a file of hardware by name": (lambda: sr.solve(STEP, SIZES, hardware="my.toml"), "'my.toml'", "shardrules.read_hardware"),
+    "a file of hardware by name": (lambda: sr.solve(STEP, SIZES, hardware="my.toml"), "'my.toml'", "a shardrules.Hardware"),
     "a nickname": (lambda: sr.Topology("trillium:4x4"), "'trillium'", "did you mean 'v6e'?"),
     "an empty field": (lambda: sr.Rename("layers.0.w", "layers/{}/w"), "{} is no field", "{layer}"),
     "a permutation": (lambda: sr.Rename("a", "b", (1, 0)), "(1, 0)", "'out in -> in out'"),

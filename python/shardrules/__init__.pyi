@@ -25,7 +25,6 @@ from shardrules._plan.companion_tables import LORA as LORA
 from shardrules._plan.companion_tables import QUANTIZED as QUANTIZED
 from shardrules._plan.companions import Companion as Companion
 from shardrules._plan.companions import stacked as stacked
-from shardrules._plan.files.hardware import read_hardware as read_hardware
 from shardrules._plan.files.models import read_model as read_model
 from shardrules._plan.files.models import write_manifest as write_manifest
 from shardrules._plan.files.rules import read_rules as read_rules

@@ -80,7 +80,7 @@ def test_the_help_names_what_there_is():
     assert f"Semantics of the rules: {', '.join(sorted(DIALECTS))}; of logical" in shown
     assert f"of logical rules {', '.join(LOGICAL_DIALECTS)}. Default" in shown
     of_solve = " ".join(invoke("solve", "--help").stdout.split())
-    assert f"without --on: {', '.join(public_hardware())}; or" in of_solve
+    assert f"without --on: {', '.join(public_hardware())}." in of_solve
     assert f"--fail-on [{'|'.join(LEVELS)}|never]" in invoke("check", "-h").stdout
 
 

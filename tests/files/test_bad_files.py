@@ -11,7 +11,6 @@ import pytest
 import shardrules as sr
 from shardrules._plan.files.models import read_arrays
 from shardrules._plan.files.rules import read_rule_source
-from tests.files.test_files import NODE
 from tests.support.files import message
 
 ROWS = [["layers/0/kernel", [4, 8], "BF16"], ["step", [], "I32"]]
@@ -142,27 +141,11 @@ YAML = [
     ("\x00", "not YAML"),
 ]
 
-HARDWARE = [
-    ("memory = 3\n" + NODE, "key 'memory' is unknown; the keys are name, flops_per_second"),
-    ("memory_byts = 3\n" + NODE, "key 'memory_byts' is unknown; did you mean 'memory_bytes'"),
-    (NODE + 'dcn = "x"\n', r"flops_per_second\['dcn'\] is 'x'"),
-    (NODE.replace("link_devices = 8", ""), "it has no link_devices; write them as"),
-    (NODE.replace("96e9", "96.5"), "memory_bytes is 96.5"),
-    (NODE.replace("= 4e12", "= nan"), "memory_bytes_per_second is nan"),
-    (NODE.replace('"NVLink"', "3"), "link is 3"),
-    (NODE.replace("BF16", "bf17"), "flops_per_second: unknown dtype 'bf17'; known ones are"),
-    (NODE.replace("BF16 = 989e12", ""), "flops_per_second is {}"),
-    ("[[[", "this is not TOML"),
-    (b"\xff\xfe", "UTF-8|not TOML"),
-    ("# nothing", "it has no name, flops_per_second, memory_bytes"),
-]
-
 CASES = [
     pytest.param(read, name, data, expected, id=f"{name}-{number}")
     for read, name, cases in (
         (read_arrays, "model.json", MODELS), (read_arrays, "m.json.gz", GZIP), (read_rule_source, "rules.json", RULES),
         (read_rule_source, "rules.toml", TOML), (read_rule_source, "rules.yml", YAML),
-        (sr.read_hardware, "node.toml", HARDWARE),
     )
     for number, (data, expected) in enumerate(cases)
 ]  # fmt: skip
@@ -175,7 +158,7 @@ def test_a_wrong_file_is_refused(write, read, name, data, expected):
     assert told.count("\n") == (2 if "^" in told else 0)  # with the pattern and a caret below it
 
 
-@pytest.mark.parametrize("read", [read_arrays, sr.read_model, read_rule_source, sr.read_rules, sr.read_hardware])
+@pytest.mark.parametrize("read", [read_arrays, sr.read_model, read_rule_source, sr.read_rules])
 def test_a_file_that_is_not_there(tmp_path, read):
     assert "No such file or directory; check" in message(read, tmp_path / "none.toml")
     for name in ("a\0b", "é\ud800"):  # in no folder, whatever its system

@@ -17,7 +17,6 @@ import pytest
 import shardrules as sr
 from shardrules._base import io as content
 from shardrules._base.io import FileError, memory_within
-from shardrules._plan.files.hardware import read_hardware
 from shardrules._plan.files.leaves import ArraySpec
 from shardrules._plan.files.models import Arrays, nested_dicts, read_arrays
 from shardrules._plan.files.rules import read_rule_source
@@ -40,11 +39,9 @@ from pathlib import Path
 from shardrules import FileError
 from shardrules._plan.files.models import read_arrays
 from shardrules._base.io import parse_json, read_bytes
-from shardrules._plan.files.hardware import read_hardware
 from shardrules._plan.files.rules import read_rule_source
 read = {"json": lambda path: parse_json(Path(path), read_bytes(Path(path))),
-        "arrays": lambda path: read_arrays(path).leaves, "rules": lambda path: read_rule_source(path).rules,
-        "hardware": read_hardware}
+        "arrays": lambda path: read_arrays(path).leaves, "rules": lambda path: read_rule_source(path).rules}
 try:
     print("read", len(read[sys.argv[1]](sys.argv[2])))
 except FileError as error:
@@ -119,7 +116,6 @@ BOMBS = {
     "many rules.json": (plain((b"[", 1), (b'["abc",[]],', 1_000_000), (b'["abc",[]]]', 1)), "reading this file of 11.0 MB takes"),
     "unread rules.toml": (sparse(400 * MIB), LARGE),
     "unread rules.json.gz": (packed((b" ", 300_000_000), (b"[]", 1)), LARGE),
-    "unread hardware.toml": (sparse(400 * MIB), LARGE),
 }  # fmt: skip
 RULES = re.compile("toml|yml|rules|pattern|flags|replicated")
 SLOW = {"zeros.json", "tables.toml"}
@@ -130,7 +126,7 @@ def test_a_bomb_meets_the_bound_on_memory(tmp_path, name):
     path = tmp_path / name
     make, expected = BOMBS[name]
     make(path)
-    kind = "hardware" if "hardware" in name else "rules" if RULES.search(name) else "arrays"
+    kind = "rules" if RULES.search(name) else "arrays"
     said, peak = read_alone(kind, path)
     assert said.startswith(f"refused {path}: ")
     assert expected in said
@@ -252,7 +248,7 @@ def test_the_files_of_a_directory_are_regular(tmp_path, at_once):
     assert NOT_REGULAR in at_once(read_arrays, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["m.json", "m.safetensors", "r.toml", "h.toml"])
+@pytest.mark.parametrize("name", ["m.json", "m.safetensors", "r.toml"])
 def test_a_file_that_has_nothing_yet_is_not_waited_for(tmp_path, at_once, monkeypatch, name):
     """As /proc/kmsg, which is a regular file whose reads would block."""
     path = tmp_path / name
@@ -267,14 +263,14 @@ def test_a_file_that_has_nothing_yet_is_not_waited_for(tmp_path, at_once, monkey
 
     monkeypatch.setattr(content, "_open_at_once", open_empty_pipe)
     monkeypatch.setattr(content.stat, "S_ISREG", lambda _: True)
-    read = {"m": read_arrays, "r": read_rule_source, "h": read_hardware}[name[0]]
+    read = {"m": read_arrays, "r": read_rule_source}[name[0]]
     assert str(path) in at_once(read, path)
 
 
 def test_an_empty_path_is_not_the_current_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m.json").write_bytes(MANIFEST)
-    for read in (sr.read_model, sr.read_rules, sr.read_hardware, read_arrays, read_rule_source,
+    for read in (sr.read_model, sr.read_rules, read_arrays, read_rule_source,
                  lambda path: sr.load(path, [("w", None)], {"tp": 1})):  # fmt: skip
         assert message(read, "").startswith("the path is empty; give the name of a file")
     for words in (("plan", "", "-r", ""), ("check", "m.json", "-r", "")):

@@ -23,7 +23,6 @@ import shardrules as sr
 from shardrules import FileError
 from shardrules._cli.project import read_jobs
 from shardrules._plan import lock as locks
-from shardrules._plan.files.hardware import read_hardware
 from shardrules._plan.files.models import read_arrays
 from shardrules._plan.files.rules import read_rule_source
 from shardrules._program.hlo import Hlo, hlo_errors
@@ -126,13 +125,6 @@ def yaml(data: bytes) -> None:
         read = read_rule_source(_file("r.yml", data)).rules
         assert isinstance(read, sr.LogicalRules)
         assert all(type(name) is str for name, _ in read)
-
-
-def hardware(data: bytes) -> None:
-    """The figures of a device in TOML: `FileError`, or a record of numbers above 0."""
-    with suppress(FileError):
-        read = read_hardware(_file("h.toml", data))
-        assert min(read.memory_bytes, read.link_devices, *read.flops_per_second.values()) > 0
 
 
 def _check_rules(path: str) -> None:
@@ -374,7 +366,7 @@ def tree(data: bytes) -> None:
 
 
 _FUNCTIONS: tuple[Callable[[bytes], None], ...] = (
-    manifest, raw_manifest, safetensors, index, rules, hardware, toml, yaml, rule_values, lock, lock_values, program_lock,
+    manifest, raw_manifest, safetensors, index, rules, toml, yaml, rule_values, lock, lock_values, program_lock,
     hlo, project, tree,
 )  # fmt: skip
 TARGETS = {function.__name__: function for function in _FUNCTIONS}

@@ -88,7 +88,6 @@ def planning() -> None:
     plan.transfer(MESH)  # type: ignore[arg-type]
     plan.for_optimizer(PARAMS, zero1="dp")
     assert_type(plan.sweep(devices=8)[0], sr.types.SweepRow)
-    assert_type(sr.read_hardware("node.toml"), sr.Hardware)
     plan.bytes_per_device(gradient="bfloat16")  # type: ignore[call-arg]
     plan.check(levels={"dead": "off"})
     plan.check(levels={"daed": "off"})  # type: ignore[dict-item]

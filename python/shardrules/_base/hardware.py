@@ -142,8 +142,7 @@ def _public_hardware(parameter: str, name: str) -> Hardware:
         meant = f"did you mean {near!r}? " if near else ""
         raise ValueError(
             f"{parameter}: there are no figures for {brief(name)}; {meant}there are some for "
-            f"{', '.join(by_name)}; give those of others as a Hardware, such as "
-            "shardrules.read_hardware reads from a file"
+            f"{', '.join(by_name)}; give those of others as a shardrules.Hardware"
         )
     return match
 

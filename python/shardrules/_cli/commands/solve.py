@@ -14,10 +14,8 @@ if TYPE_CHECKING:
 
 def _hardware(value: str) -> Any:
     from shardrules._base.hardware import Hardware
-    from shardrules._plan.files.hardware import read_hardware
 
-    is_file = value.endswith(".toml") or "/" in value
-    return read_hardware(value) if is_file else Hardware.named(value)
+    return Hardware.named(value)
 
 
 @command("my_package.train:step_on --on v5p:8x8x8 > rules.toml")
@@ -30,7 +28,7 @@ def solve(
         help="The mesh, such as fsdp=64,tp=8. Default: the best that exists there.")],
     hardware: Annotated[Any, Option("--hardware", type=Type("name", _hardware),
         help="The devices of --mesh, without --on: v4, v5e, v5p, v6e, 7x, A100, H100, H200, B200, "
-        "GB200; or a TOML file.")],
+        "GB200.")],
     axes: Annotated[tuple[str, ...] | None,
         options.axes(help="Axes of the chosen mesh, such as fsdp,tp. Default: fsdp,tp.")],
     rules: Annotated[tuple[str, ...],
