@@ -292,13 +292,13 @@ MISTAKES = {
     "a misspelt function": (lambda: step_command("users_step:step_no"), "has no 'step_no'", "near it: step_on"),
     "a file for a module": (lambda: step_command("users_step.py:step_on"), "no module 'users_step.py'", "install it"),
     "a path for a module": (lambda: step_command("code/users_step.py:step_on"), "not the name of an object", "write package.module:name"),
-    "a function of no mesh": (lambda: step_command("users_step:of_no_mesh"), "takes 0 positional arguments but 1 was given", "write def of_no_mesh(mesh)"),
-    "a function without rules": (lambda: step_command("users_step:step_on", "-r", "own.toml"), "takes 1 positional argument but 2 were given", "write def step_on(mesh, rules)"),
+    "a function of no mesh": (lambda: step_command("users_step:of_no_mesh"), "takes 0 positional arguments but 1 was given", "it must work with these arguments"),
+    "a function without rules": (lambda: step_command("users_step:step_on", "-r", "own.toml"), "takes 1 positional argument but 2 were given", "it must work with these arguments"),
     "a step alone": (lambda: step_command("users_step:bare"), "(a PjitFunction)", "write return step, (plan, batch), plan"),
     "arguments one by one": (lambda: step_command("users_step:flat"), "(PjitFunction, Plan, NoneType)", "where arguments is a tuple", "write return step, (plan, batch), plan"),
     "files without their options": (lambda: command("check", "model.json", "rules.toml", "tp=2"), "Missing option '-r'", "check model.json -r rules.toml -m fsdp=8,tp=4"),
     "a lock of a step that is not there": (lambda: command("prove", "users_step:step_on", "-m", "tp=2", "--lock", "s.lock"), "s.lock: no such file", "--update-lock"),
-    "a step as model": (lambda: command("manifest", "users_step:step_on"), "without arguments", "write def step_on()"),
+    "a step as model": (lambda: command("manifest", "users_step:step_on"), "step_on()", "it must work without arguments"),
 }  # fmt: skip
 # What needs the compiler for TPUs.
 OF_DEVICES = {

@@ -77,8 +77,6 @@ class _Array:
     """Dimensions of layers and of experts."""
     contracted: list[int] = field(default_factory=list)
     """Dimensions that are contracted, or looked up; all of a matrix without a sign which are."""
-    is_attention: bool = False
-    """Whether it makes queries, keys or values, or reads what attention made of them."""
 
     def __post_init__(self) -> None:
         components = components_of(self.folded)
@@ -159,6 +157,11 @@ class _Array:
         return None if reads == writes else "reads" if reads else "writes"
 
     @property
+    def is_attention(self) -> bool:
+        """True if it makes queries, keys or values, or reads what attention made of them."""
+        return path_words.ATTENTION.is_name(self.name) and self.experts == 1
+
+    @property
     def makes_heads(self) -> bool:
         """True if it makes queries, keys or values, by its name."""
         return path_words.ATTENTION.is_name(self.name) and not path_words.BACK.is_name(self.name)
@@ -185,11 +188,8 @@ def roles_of(
     _find_experts(arrays)
     width = _residual_width(arrays)
     is_in_out = _is_in_out(arrays, width)
-    attending = {array.block for array in arrays if array.makes_heads}
     for array in arrays:
         array.contracted = _contracted(array, width, is_in_out)
-        is_named = path_words.ATTENTION.is_name(array.name) and array.experts == 1
-        array.is_attention = is_named and (array.makes_heads or array.block in attending)
     roles = [_dims(*pair) for pair in zip(arrays, _residual_widths(arrays, width), strict=True)]
     queries: dict[tuple[str, ...], int] = defaultdict(int)
     for array, dims in zip(arrays, roles, strict=True):
@@ -333,8 +333,6 @@ def _contracted(array: _Array, width: int, is_in_out: bool | None) -> list[int]:
         return [rest[1] if first and not last else rest[0]]
     # Without a sign, what a name tells of is as flax has it.
     if is_in_out is None and array.flow is None:
-        return rest
-    if len(rest) > 3 and not (first or last):
         return rest
     if is_in_out is False:
         return rest[1:]

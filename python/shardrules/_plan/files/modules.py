@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import os
 import re
 import sys
@@ -14,7 +13,6 @@ from typing import Any, Final
 
 from shardrules._base.arguments import check_type
 from shardrules._base.io import FileError, path_of
-from shardrules._base.mistakes import argument_kind
 from shardrules._base.text import brief, near_shown
 
 _PACKAGE: Final = Path(__file__).parents[2]
@@ -57,8 +55,6 @@ def load_object(text: str, *arguments: Any) -> Any:
         name = text.rpartition(":")[2]
         call = f"{name}({', '.join(map(brief, arguments))})"
         fix = f"it must work {'with these arguments' if arguments else 'without arguments'}"
-        if not _takes(value, arguments):
-            fix += f": write def {name}({', '.join(map(argument_kind, arguments))})"
         raise _raised(text, f"the call of {call}", error, fix) from error
 
 
@@ -71,17 +67,6 @@ def find_object(text: str) -> Any:
     if form is None:
         raise FileError(f"{text}: this is not the name of an object; write package.module:name")
     return _attribute(text, _module(text, form["module"]), form["name"])
-
-
-def _takes(function: Any, arguments: tuple[Any, ...]) -> bool:
-    """Say whether a function can be called with so many arguments."""
-    try:
-        inspect.signature(function).bind(*arguments)
-    except TypeError:
-        return False
-    except ValueError:  # that of a builtin is not known
-        pass
-    return True
 
 
 def _module(text: str, name: str) -> Any:

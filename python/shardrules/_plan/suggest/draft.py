@@ -238,7 +238,7 @@ class Draft(NamedTuple):
     """Units of each rule."""
 
     def strays(self, rule_of: npt.NDArray[np.int32]) -> list[int]:
-        """List the rows that another rule decides than the one written for them."""
+        """List the rows that another rule decides than the one that is meant for them."""
         intended = rule_of.copy()
         for rule, units in enumerate(self.units):
             for unit in units:
@@ -247,25 +247,18 @@ class Draft(NamedTuple):
         return rows
 
 
-def draft(plan: Plan, units: Sequence[Unit], *, is_tight: bool = False) -> Draft:
-    """Write rules for the leaves of a plan, with patterns as tight as can be or as loose."""
+def draft(plan: Plan, units: Sequence[Unit]) -> Draft:
+    """Write rules for the leaves of a plan."""
     rules, sizes = plan._leaves.path_rules, plan.axis_sizes
     assert rules is not None
     uses = uses_of(sizes)
     cuts = with_followers(units, choose(units, sizes, uses), sizes)
-    spared = {axis for axis, size in sizes.items() if size > 1 and uses[axis] == "tensor"}
-    labelled = [
-        (unit, _label_of(unit, of_unit, spared)) for unit, of_unit in zip(units, cuts, strict=True)
-    ]
-    return _rules_for_labels(labelled, rules.dialect, is_tight=is_tight)
+    labelled = [(unit, _label_of(unit, of_unit)) for unit, of_unit in zip(units, cuts, strict=True)]
+    return _rules_for_labels(labelled, rules.dialect)
 
 
 def draft_of_specs(
-    units: Iterable[Unit],
-    specs: Mapping[str, Entries | RuleSpec],
-    dialect: Dialect,
-    *,
-    is_tight: bool,
+    units: Iterable[Unit], specs: Mapping[str, Entries | RuleSpec], dialect: Dialect
 ) -> Draft:
     """Write rules that give leaves these specs: at most `MOST_RULES`, where specs are no more."""
     labelled: list[tuple[Unit, Label]] = []
@@ -275,11 +268,11 @@ def draft_of_specs(
             spec = specs[unit.paths[int(row)]]
             rows_of[Label(spec, is_plain=spec == Entries(), is_known=True)].append(row)
         labelled += [(unit.with_rows(rows), label) for label, rows in rows_of.items()]
-    return _rules_for_labels(labelled, dialect, is_tight=is_tight, joins=True)
+    return _rules_for_labels(labelled, dialect, joins=True)
 
 
 def _rules_for_labels(
-    labelled: list[tuple[Unit, Label]], dialect: Dialect, *, is_tight: bool, joins: bool = False
+    labelled: list[tuple[Unit, Label]], dialect: Dialect, *, joins: bool = False
 ) -> Draft:
     """Write rules for units with labels; those of one spec are joined, if they are to be few."""
     labelled = _with_numbers(labelled, dialect)
@@ -291,7 +284,7 @@ def _rules_for_labels(
                 "have too many names for rules: give the specs themselves to plan, or cut each "
                 "array's largest dimension, with [('.*', shardrules.fsdp(axis))]"
             )
-    pairs, of_rules = _loosest_patterns(ends, units, dialect, is_tight=is_tight)
+    pairs, of_rules = _loosest_patterns(ends, units, dialect)
     if joins:
         pairs, of_rules = _joined_rules(ends, pairs, of_rules)
     return Draft(Rules(pairs, dialect), of_rules)
@@ -319,8 +312,8 @@ def _joined_rules(
     return joined, [sum((of_rules[n] for n in members), ()) for members in groups.values()]
 
 
-def _label_of(unit: Unit, cuts: Cuts, spared: set[str]) -> Label:
-    """Label a unit; `spared` are the axes that some kernels are not sharded by on purpose."""
+def _label_of(unit: Unit, cuts: Cuts) -> Label:
+    """Label a unit that is cut so."""
     dims = unit.dims
     value: Any = Entries(trimmed(map(entry_of, cuts)))
     if dims.unit > 1 and not dims.is_assumed and "hidden" in dims.sides:
@@ -330,10 +323,7 @@ def _label_of(unit: Unit, cuts: Cuts, spared: set[str]) -> Label:
         if cuts[hidden] and not any(map(is_gathered, cuts[hidden])):
             value = RuleSpec(value, units=(*[1] * hidden, dims.unit))
     sides = tuple(side for side, axes in zip(dims.sides, cuts, strict=True) if axes)
-    used = {axis for axes in cuts for axis in axes}
-    has_spared = dims.tensor != "any" and bool(spared) and spared.isdisjoint(used)
-    meaning = (dims.is_vector, dims.is_vector or sides, has_spared)
-    return Label(value, dims.is_vector, dims.is_known, meaning)
+    return Label(value, dims.is_vector, dims.is_known, (dims.is_vector, dims.is_vector or sides))
 
 
 def _with_numbers(labelled: list[tuple[Unit, Label]], dialect: Dialect) -> list[tuple[Unit, Label]]:
@@ -354,13 +344,13 @@ def _with_numbers(labelled: list[tuple[Unit, Label]], dialect: Dialect) -> list[
 
 
 def _loosest_patterns(
-    phrases: list[Phrase], units: Sequence[Unit], dialect: Dialect, *, is_tight: bool
+    phrases: list[Phrase], units: Sequence[Unit], dialect: Dialect
 ) -> tuple[_Pairs, list[tuple[Unit, ...]]]:
     """Write patterns as loose as they may be: of the path of each unit only its own matches.
 
     Patterns that leave numbers open may also match what patterns with numbers, before them, match.
     """
-    tight = {n for n, phrase in enumerate(phrases) if is_tight or says_little(phrase)}
+    tight = {n for n, phrase in enumerate(phrases) if says_little(phrase)}
     owner = {unit: number for number, phrase in enumerate(phrases) for unit in phrase.units}
     paths = [unit.path for unit in units]
     while True:

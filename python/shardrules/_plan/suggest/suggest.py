@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from shardrules._rules.patterns import Pattern
 
 _MOST_SHOWN: Final = 3
-_OTHER_MESH: Final = "give a mesh of which an axis divides a dimension of them"
 
 
 @record
@@ -140,21 +139,10 @@ class Suggestion:
         """Axis sizes of the mesh that was given or chosen."""
         return self.plan.axis_sizes
 
-    @property
-    def unknown(self) -> tuple[str, ...]:
-        """Folded paths of leaves whose dimensions have no clear roles."""
-        return tuple(
-            path for reason in self.reasons if not reason.is_understood for path in reason.paths
-        )
-
     @cached_property
     def warnings(self) -> Findings:
         """Warnings of `check` about these rules, such as kernels that no mesh axis divides."""
-        findings = self.plan.check().at_least("warning")
-        return Findings(
-            finding._replace(fix=_OTHER_MESH) if finding.kind == "replicated" else finding
-            for finding in findings
-        )
+        return self.plan.check().at_least("warning")
 
     def _section(self, page: Page) -> Section:
         """Return the rules, with the reasons for them."""
@@ -392,7 +380,7 @@ def suggest(
         best, *_ = on_any.sweep(devices=devices, axes=over)
         bare = bare.on_mesh(best.mesh)
     uses = uses_of(bare.axis_sizes)
-    rules, result = _decided_rows(model, bare.with_rules(Rules((), dialect)), units)
+    rules, result = _with_draft(model, bare.with_rules(Rules((), dialect)), units)
     data_axes = tuple(axis for axis, use in uses.items() if use == "data")
     spared = _spared(result, units, uses)
     declared = Declared(replicated=spared, data_axes=data_axes)
@@ -426,20 +414,19 @@ def _bare_plan(
     return bare if on is None else bare.on_mesh(on)
 
 
-def _decided_rows(model: Any, current: Plan, units: list[Unit]) -> tuple[Draft, Plan]:
-    """Write rules, and plan the leaves under them so that each is decided by its own."""
-    for is_tight in (False, True):
-        written = draft(current, units, is_tight=is_tight)
-        # The tree itself decides: paths as texts may hide where a key ends.
-        is_plan, rules = isinstance(model, Plan), written.rules
-        result = current.with_rules(rules) if is_plan else plan(model, rules, current.mesh)
-        strays = written.strays(result.rule)
-        if not strays:
-            return written, result
-    raise ValueError(
-        f"{brief(result.paths[strays[0]])}: no pattern of the dialect {rules.dialect.name} tells "
-        "it from other paths: rename it, or choose another dialect"
-    )
+def _with_draft(model: Any, bare: Plan, units: list[Unit]) -> tuple[Draft, Plan]:
+    """Write rules, and plan the leaves under them: each is decided by the rule meant for it."""
+    rules = draft(bare, units)
+    # The tree itself decides: paths as texts may hide where a key ends.
+    is_plan = isinstance(model, Plan)
+    result = bare.with_rules(rules.rules) if is_plan else plan(model, rules.rules, bare.mesh)
+    if strays := rules.strays(result.rule):
+        raise ValueError(
+            f"{brief(result.paths[strays[0]])}: no pattern of the dialect "
+            f"{rules.rules.dialect.name} tells it from other paths: rename it, or choose another "
+            "dialect"
+        )
+    return rules, result
 
 
 def _spared(result: Plan, units: list[Unit], uses: Mapping[str, AxisUse]) -> tuple[str, ...]:

@@ -368,21 +368,16 @@ def with_specs(plan: Plan, specs: Mapping[str, Entries]) -> tuple[Plan, Draft]:
         ValueError: No rules of the dialect can say it; the message names a leaf.
     """
     assert isinstance(plan.rules, Rules)
-    dialect, wrong = plan.rules.dialect, [""]
+    dialect = plan.rules.dialect
     bare = plan.with_rules(Rules((), replace(dialect, unmatched="error")))
     units = units_of(bare)
-    for is_tight in (False, True):
-        draft = draft_of_specs(units, specs, dialect, is_tight=is_tight)
-        result = bare.with_rules(draft.rules)
-        kinds = [result.kinds[number] for number in result.kind_of.tolist()]
-        wrong = [
-            path
-            for path, kind in zip(result.paths, kinds, strict=True)
-            if [*map(entry_axes, _entries(kind.spec))] != [*map(entry_axes, specs[path])]
-        ]
-        if not wrong:
-            return result, draft
-    raise ValueError(
-        f"{brief(wrong[0])}: rules of the dialect {dialect.name} cannot give it "
-        f"{spec_shown(specs[wrong[0]])}: rename it, or choose another dialect"
-    )
+    draft = draft_of_specs(units, specs, dialect)
+    result = bare.with_rules(draft.rules)
+    for path, number in zip(result.paths, result.kind_of.tolist(), strict=True):
+        spec = _entries(result.kinds[number].spec)
+        if [*map(entry_axes, spec)] != [*map(entry_axes, specs[path])]:
+            raise ValueError(
+                f"{brief(path)}: rules of the dialect {dialect.name} cannot give it "
+                f"{spec_shown(specs[path])}: rename it, or choose another dialect"
+            )
+    return result, draft
