@@ -146,6 +146,7 @@ def test_diff_compares_the_lock_of_each_job(project):
         ("model = 'm'\nreplicated = [1]", "replicated is [1] (a list); write a text or a list of texts"),
         ("model = 'm'\noptional-axes = ['sp', 1]", "a: optional-axes is ['sp', 1] (a list); write"),
         ("model = 'm'\ndata-axes = {dp = 2}", "data-axes is {'dp': 2} (a dict); write a text or a list"),
+        ("model = 'm'\nrules = [{a = 'b'}]", "a: rules is [{'a': 'b'}] (a list); write a text or a list"),
         ("model = 'm'\nrules = ''", "a: rules is '' (a str); write a text or a list"),
         ("model = 'm'\nlevel = {ded = 'off'}", "job a: level: there is no finding 'ded'; near it: dead"),
         ("function = 'a:b'", "there is no job for check, which needs model; there are a"),

@@ -146,11 +146,11 @@ def _check_owner(path: Path) -> None:
     if sys.platform == "win32":
         return
     folder = path.parent.stat()
-    trusted = {0, os.geteuid(), *([folder.st_uid] if os.geteuid() == 0 else [])}
-    for owned, status in (("it", path.lstat()), ("it", path.stat()), ("its folder", folder)):
-        if status.st_uid not in trusted:
+    owners = {0, os.geteuid(), *([folder.st_uid] if os.geteuid() == 0 else [])}
+    for what, status in (("it", path.lstat()), ("it", path.stat()), ("its folder", folder)):
+        if status.st_uid not in owners:
             raise FileError(
-                f"{path}: {owned} belongs to the user {status.st_uid}, and its jobs may import "
+                f"{path}: {what} belongs to the user {status.st_uid}, and its jobs may import "
                 f"code; if you trust it, give --project {OWN_FILE}"
             )
 
@@ -189,13 +189,13 @@ def _as_option(option: Option | Argument, key: str, value: Any) -> Any:
     forms = {str, *getattr(option.type, "tables", ()), *([list] if is_repeatable else [])}
     if not isinstance(value, list | dict):
         value = str(value)  # numbers and flags are texts
-    items = value if isinstance(value, list) else [value]
-    if type(value) not in forms or not all(isinstance(item, str | dict) and item for item in items):
+    texts = [] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    if type(value) not in forms or not all(isinstance(text, str) and text for text in texts):
         forms_shown = " or ".join(_WRITTEN[form] for form in _WRITTEN if form in forms)
         raise FileError(f"{key} is {shown(value)}; write {forms_shown}")
     if isinstance(option.type, KeyValues) and isinstance(value, dict):
         return [(item, value[item]) for item in value if not option.type.odd(item)]
-    return items if is_repeatable else value
+    return texts if is_repeatable else value
 
 
 def read_jobs(path: Path) -> Jobs:
@@ -214,15 +214,15 @@ def read_jobs(path: Path) -> Jobs:
             f'{path}: there are no jobs; write [jobs.NAME] with model = "model.json", rules and '
             "mesh"
         )
-    merged: Jobs = {}
+    whole_jobs: Jobs = {}
     for name, job in jobs.items():
         where = f"{path}: job {name}"
         if not isinstance(job, dict):
             raise FileError(f'{where}: it is {shown(job)}; write a table with model = "model.json"')
-        merged[name] = {**of_all, **job}
-        _check_keys(where, job, [merged[name]])
-    _check_keys(f"{path}", of_all, [*merged.values()])
-    return merged
+        whole_jobs[name] = {**of_all, **job}
+        _check_keys(where, job, [whole_jobs[name]])
+    _check_keys(f"{path}", of_all, [*whole_jobs.values()])
+    return whole_jobs
 
 
 def _check_keys(where: str, table: dict[str, Any], jobs: list[dict[str, Any]]) -> None:
