@@ -15,7 +15,7 @@ import pytest
 
 import shardrules as sr
 from examples import demo
-from shardrules._cli import planning, process
+from shardrules._cli import process, sources
 from tests.support.command_line import invoke
 from tests.support.slow import slow
 
@@ -148,7 +148,7 @@ def test_what_goes_wrong_inside_is_an_error_and_a_bug_is_called_one(monkeypatch,
     def fails(*_, **__):
         raise error
 
-    monkeypatch.setattr(planning, "plan_model", fails)
+    monkeypatch.setattr(sources, "plan_model", fails)
     done = invoke("plan", "m", "-r", "r", "-m", "tp=2")
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith(expected)

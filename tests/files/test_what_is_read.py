@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._base.dtypes import BITS
-from shardrules._cli.planning import plan_model
+from shardrules._cli.sources import plan_model
 from tests.checkpoint.test_load import mesh_of
 from tests.support import corpus
 from tests.support.files import message

@@ -67,13 +67,13 @@ def check(
     Exits with 1 for findings of at least the level --fail-on. It is an error if the parameters,
     and the gradients and optimizer that are given, need more than --hbm, or than --budget.
     """
-    from shardrules._cli import planning, process
+    from shardrules._cli import process, sources
     from shardrules._plan.files.rules import rule_places
     from shardrules._plan.findings import Declared, Findings, all_declared
 
     if (gradients or optimizer) and hbm is None and not budget:
         raise ValueError("--gradients and --optimizer are counted for --hbm or --budget: give one")
-    plan, rule_file = planning.plan_model(model, rules, dialect, mesh, optional_axes)
+    plan, rule_file = sources.plan_model(model, rules, dialect, mesh, optional_axes)
     of_options = Declared(replicated=replicated, data_axes=data_axes)
     declared = all_declared(rule_file.declared, of_options)
     findings = plan.check(**declared, large=large, head_dim=head_dim, levels=level)

@@ -43,7 +43,7 @@ def diff(
     Exits with 1 if there are any, or with --fail-on grown, if the plan needs more memory.
     """
     from shardrules._base.io import FileError
-    from shardrules._cli.planning import plan_model
+    from shardrules._cli.sources import plan_model
     from shardrules._plan.plan import Plan
 
     if tolerance and fail_on != "grown":

@@ -18,7 +18,7 @@ def explain(
     rules: options.Rules, dialect: options.Dialect, mesh: options.Mesh,
 ) -> None:  # fmt: skip
     """Explain the spec of one array: the rules that match it, and each correction."""
-    from shardrules._cli.planning import plan_model
+    from shardrules._cli.sources import plan_model
 
     plan, _ = plan_model(model, rules, dialect, mesh)
     print(plan.explain(path))

@@ -25,7 +25,7 @@ def manifest(
 
     With --check nothing is written: exits with 1 if the manifest there is not of this model.
     """
-    from shardrules._cli.planning import check_targets
+    from shardrules._cli.sources import check_targets
     from shardrules._plan.files.models import manifest_text, write_packed
 
     check_targets({"--output": output}, [model])
@@ -48,8 +48,8 @@ def manifest(
 
 def _shapes_of(source: str, dialect: Any) -> tuple[str, Plan]:
     """Read a model: its name, and a plan without rules, on any mesh."""
-    from shardrules._cli.planning import read_tree
     from shardrules._cli.process import working
+    from shardrules._cli.sources import read_tree
     from shardrules._plan.files.models import arrays_of
 
     with working(f"reading {source}"):

@@ -29,11 +29,11 @@ def plan(
     """Show the spec of every array, and its bytes on each device."""
     from shardrules._base.io import write_text
     from shardrules._base.text import bytes_shown
-    from shardrules._cli import planning, process
+    from shardrules._cli import process, sources
     from shardrules._plan.report import heading, plan_json, plan_table
 
-    planning.check_targets({"--lock": lock, "--html": html}, (model, *rules))
-    model_plan, rule_file = planning.plan_model(model, rules, dialect, mesh)
+    sources.check_targets({"--lock": lock, "--html": html}, (model, *rules))
+    model_plan, rule_file = sources.plan_model(model, rules, dialect, mesh)
     counted = {"gradients": gradients, "optimizer": optimizer}
     size = model_plan.bytes_per_device(**counted)
     # Made before anything is written: a failure leaves no file behind.

@@ -58,14 +58,14 @@ def prove(
     """
     from shardrules._base.io import FileError
     from shardrules._base.text import printable_json
-    from shardrules._cli import planning, process
+    from shardrules._cli import process, sources
     from shardrules._program.memory import OutOfMemory
     from shardrules._program.verify.prove import head_of, prove, time_shown
 
     if lock and not update_lock and not Path(lock).exists():
         raise FileError(f"{lock}: no such file; write it with --update-lock")
     devices = _mesh_to_prove_on(mesh, on, slices, axis_types)
-    step, arguments, *outputs = planning.step_on(function, devices, rules)
+    step, arguments, *outputs = sources.step_on(function, devices, rules)
     if time:
         process.let_signals_end()
     try:

@@ -27,11 +27,11 @@ def rehearse(
 
     Exits with 1 for findings of at least the level --fail-on.
     """
-    from shardrules._cli import planning, process
+    from shardrules._cli import process, sources
     from shardrules._program.rehearse import rehearse
 
     def step_on(mesh: Any) -> Any:
-        return planning.step_on(function, mesh, rules)
+        return sources.step_on(function, mesh, rules)
 
     with process.working("running the step"):
         findings = rehearse(step_on, mesh, rtol=rtol)

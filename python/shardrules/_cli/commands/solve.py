@@ -46,7 +46,7 @@ def solve(
     from contextvars import copy_context
 
     from shardrules._base.io import FileError
-    from shardrules._cli import planning, process
+    from shardrules._cli import process, sources
     from shardrules._program.solve.search import PROGRESS
     from shardrules._program.solve.solution import solve
     from shardrules._program.topologies.topology import Topology
@@ -67,7 +67,7 @@ def solve(
     if mesh is None or hardware is None:
         missing = "--on v5p:8x8x8, or --mesh and --hardware" if mesh is None else "--hardware v5p"
         raise ValueError(f"give the devices: {missing}")
-    step = planning.trace_on(function, mesh, rules)
+    step = sources.trace_on(function, mesh, rules)
     if step.plan is None:
         raise ValueError(
             f"{function}: none of the arguments is a Plan: give shardrules.plan of the "

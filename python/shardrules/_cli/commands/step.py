@@ -16,7 +16,7 @@ def step(
         help="Say of this argument alone what the step does with its dimensions.")],
 ) -> None:  # fmt: skip
     """Show what a step does before it is compiled: dimensions, their roles, and FLOPs by line."""
-    from shardrules._cli.planning import trace_on
+    from shardrules._cli.sources import trace_on
 
     dimensions = trace_on(function, mesh, rules)
     print(dimensions.explain(array) if array else dimensions)

@@ -24,13 +24,13 @@ def suggest(
 
     Exits with 1 if check warns of them.
     """
-    from shardrules._cli import planning, process
+    from shardrules._cli import process, sources
     from shardrules._plan.suggest.suggest import suggest
 
     if mesh is None and devices is None:
         raise ValueError("give a mesh with --mesh, or --devices to have one chosen")
     with process.working(f"reading {model}"):
-        _, tree, _ = planning.read_tree(model, dialect)
+        _, tree, _ = sources.read_tree(model, dialect)
     suggestion = suggest(tree, mesh, devices=devices, axes=axes, head_dim=head_dim, dialect=dialect)
     writers = {"toml": suggestion.to_toml, "python": suggestion.to_python}
     print(writers.get(format, suggestion.__str__)().rstrip("\n"))

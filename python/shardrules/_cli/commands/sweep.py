@@ -57,7 +57,7 @@ def sweep(
 
     The best is the first. Exits with 1 if nothing of a step fits, as far as that is known.
     """
-    from shardrules._cli import planning, process
+    from shardrules._cli import process, sources
     from shardrules._plan.files.modules import find_object
     from shardrules._program.topologies.topology import Topology
     from shardrules._program.verify.sweep import swept
@@ -88,7 +88,7 @@ def sweep(
         has_one = any(row.fits or (row.fits is None and row.peak) for row in programs)
         return 0 if has_one else 1
     first = mesh[0] if mesh else dict.fromkeys(axes or (), 1)
-    plan, _ = planning.plan_model(model, rules, dialect, first)
+    plan, _ = sources.plan_model(model, rules, dialect, first)
     with process.working("trying meshes"):
         rows = plan.sweep(
             mesh or None, devices=where, axes=axes or None, gradients=gradients,

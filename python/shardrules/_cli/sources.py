@@ -1,4 +1,4 @@
-"""Models, rules and steps that options name, read; what is wrong raises an exception."""
+"""What options name: models, rules and steps, read; what is wrong raises an exception."""
 
 from __future__ import annotations
 
