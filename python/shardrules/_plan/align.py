@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from shardrules._base.rule_specs import MemoryKind
 from shardrules._base.specs import as_partition_spec
@@ -142,23 +142,17 @@ def _without_boxes(
     return PathsOfTree(tree, paths)
 
 
-class PlannedLeaves(NamedTuple):
-    """Leaves of a tree, each with its row in a plan."""
-
-    leaves: Leaves
-    rows: list[int]
-
-
-def survey_planned(tree: Any, planned: Leaves) -> PlannedLeaves:
-    """Walk a tree, and find its leaves in a plan, which may have more."""
+def survey_planned(tree: Any, planned: Leaves) -> tuple[Leaves, list[int]]:
+    """Walk a tree, and return its leaves with their rows in a plan, which may have more."""
     aligned = align(tree, planned, partial(survey, rules=Rules((), planned.paths_dialect)))
     leaves, boxes = aligned.leaves, aligned.boxes
     if boxes is not None:
         leaves = replace(leaves, tree=boxes.boxed(leaves.tree))
-    return found_in_plan(leaves, planned, aligned.rows)
+    check_planned(leaves, aligned.rows, planned)
+    return leaves, aligned.rows
 
 
-def found_in_plan(leaves: Leaves, planned: Leaves, rows: list[int]) -> PlannedLeaves:
+def check_planned(leaves: Leaves, rows: list[int], planned: Leaves) -> None:
     """Check that leaves are those of these rows in a plan; the error lists the first others."""
     if -1 in rows:
         for paths in (planned.paths, leaves.paths):
@@ -184,14 +178,13 @@ def found_in_plan(leaves: Leaves, planned: Leaves, rows: list[int]) -> PlannedLe
                 f"{path} has the shape {shapes[mine]}, and is planned as {planned_shapes[its]}: "
                 "plan this tree"
             )
-    return PlannedLeaves(leaves, rows)
 
 
 def put_as_planned(
-    planned: Plan, tree: PlannedLeaves, mesh: SizedMesh
+    planned: Plan, leaves: Leaves, rows: list[int], mesh: SizedMesh
 ) -> tuple[Leaves, list[Kind]]:
-    """Put the leaves of a tree on the mesh as a plan puts its leaves of the same paths."""
-    planned, (leaves, rows) = planned._on(mesh), tree
+    """Put leaves on the mesh as a plan puts its leaves of these rows."""
+    planned = planned._on(mesh)
     pairs, kinds_of = grouped(
         zip(leaves.kind_of.tolist(), planned.kind_of[rows].tolist(), strict=True)
     )

@@ -34,8 +34,7 @@ from shardrules._place.decider import ByNames, ByPaths, Decider, RulesLike, as_d
 from shardrules._place.mesh import AnyMesh, MeshLike, has_devices, resolve_mesh
 from shardrules._place.shardings import Shardings
 from shardrules._plan.align import (
-    PlannedLeaves,
-    found_in_plan,
+    check_planned,
     kind_shardings,
     kind_specs,
     mapped,
@@ -47,7 +46,7 @@ from shardrules._plan.align import (
 from shardrules._plan.findings import NOTHING, CheckKind, Declared, Findings, Level, all_declared
 from shardrules._plan.fold import Folded, find
 from shardrules._plan.kinds import DEFAULT_LARGE, Kind, Spec, coverage_of
-from shardrules._plan.leaves import axes_said, leaves_by_specs, redecided, survey
+from shardrules._plan.leaves import Leaves, axes_said, leaves_by_specs, redecided, survey
 from shardrules._plan.memory import DeviceBytes, Training
 from shardrules._plan.resolve import PutOnMesh, SizedMesh, put_by_rules, sized_mesh
 from shardrules._rules.logical_rules import LogicalRules
@@ -200,7 +199,8 @@ class Plan(Decider):
         decider = as_decider("rules", rules)
         if isinstance(decider, Plan):
             rows = match_rows(self.paths, decider.paths)
-            return decider._for(found_in_plan(self._leaves, decider._leaves, rows), self.mesh)
+            check_planned(self._leaves, rows, decider._leaves)
+            return decider._for(self._leaves, rows, self.mesh)
         if isinstance(self.rules, LogicalRules) != isinstance(decider, ByNames):
             raise TypeError(
                 "rules: the plan has logical rules: give LogicalRules, or plan the tree itself"
@@ -660,10 +660,10 @@ class Plan(Decider):
         """Return the plan on the mesh; itself if that is its own."""
         return self if mesh is self._mesh else Plan(self._put, mesh, self._declared)
 
-    def _for(self, tree: PlannedLeaves, mesh: MeshLike | None) -> Plan:
-        """Plan another tree with leaves of this one, on this mesh or another."""
+    def _for(self, leaves: Leaves, rows: list[int], mesh: MeshLike | None) -> Plan:
+        """Plan leaves as this plan's of these rows, on its mesh or another."""
         planned = self if mesh is None else self.on_mesh(mesh)
-        return Plan(partial(put_as_planned, planned, tree), planned._mesh, self._declared)
+        return Plan(partial(put_as_planned, planned, leaves, rows), planned._mesh, self._declared)
 
     def _spec_of_rule(self, index: int) -> Spec:
         """Return the spec that a rule asks for; of one dimension for a logical rule."""

@@ -79,7 +79,7 @@ def plan(
     if records and not isinstance(decider, ByPaths):
         raise ValueError("companions are for rules of paths alone: leave them out")
     if isinstance(decider, Plan):
-        return decider._for(survey_planned(tree, decider._leaves), mesh)
+        return decider._for(*survey_planned(tree, decider._leaves), mesh)
     if isinstance(decider, BySpecs) and mesh is None:
         mesh = mesh_of_shardings(rules)
     # A mesh of the context is taken now: later another one may be in force. One that is wrong is

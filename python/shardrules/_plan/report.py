@@ -250,20 +250,10 @@ def _leaves_data(plan: Plan) -> dict[str, Any]:
     """Return the leaves, for the treemap and the table."""
     specs: dict[tuple[str, bool], int] = {}
     return {
-        "separators": _separators(plan),
         "kinds": [_kind_data(kind, plan, specs) for kind in plan.kinds],
         "specs": [{"text": text, "replicated": replicated} for text, replicated in specs],
         "rows": [("".join(row.parts), row.group, len(row.rows)) for row in plan.folded],
     }
-
-
-def _separators(plan: Plan) -> str:
-    """Return the characters before which a path comes apart into modules."""
-    dialect = plan._leaves.paths_dialect
-    if dialect.keys == "keystr":
-        return "[."
-    # A flat dict of checkpoint names has dots in its keys.
-    return dialect.separator if any(dialect.separator in path for path in plan.paths) else "."
 
 
 def _kind_data(kind: Kind, plan: Plan, specs: dict[tuple[str, bool], int]) -> dict[str, Any]:

@@ -211,8 +211,6 @@ def factorizations(devices: int, axes: tuple[str, ...]) -> Iterator[dict[str, in
     if not axes or len(set(axes)) < len(axes):
         raise ValueError(f"the axes of a mesh are names, each once, not {axes}")
     check_bounds({"devices": devices})
-    if devices < 1:
-        raise ValueError(f"a mesh has at least 1 device, not {devices}")
     return (dict(zip(axes, shape, strict=True)) for shape in mesh_shapes(devices, len(axes)))
 
 

@@ -179,8 +179,8 @@ render();
 
 // Modules are told apart as deep as this; what is below them keeps its separators.
 const DEEPEST = 50;
-// Before a separator that is in no set of numbers, as {0..3} is.
-const CUT = new RegExp(`(?=[${report.separators.replace(/[[\\]]/g, "\\$&")}])(?![^{}]*\\})`, "u");
+// Before a separator of any dialect that is in no set of numbers, as {0..3} is.
+const CUT = /(?=[/.[])(?![^{}]*\})/u;
 
 const newNode = (path, label, row = null) =>
   ({ path, label, row, children: new Map(), leaves: 0, bytes: 0, held: 0 });
