@@ -189,9 +189,9 @@ def put_as_planned(
         zip(leaves.kind_of.tolist(), planned.kind_of[rows].tolist(), strict=True)
     )
     types, kinds = [], []
-    for number, decided in pairs:
-        leaf, kind = leaves.types[number], planned.kinds[decided]
-        types.append(planned._leaves.types[decided]._replace(dtype=leaf.dtype, bits=leaf.bits))
+    for number, index in pairs:
+        leaf, kind = leaves.types[number], planned.kinds[index]
+        types.append(planned._leaves.types[index]._replace(dtype=leaf.dtype, bits=leaf.bits))
         rule = NO_RULE_NEEDED if kind.rule is None else kind.rule
         followed = leaf._replace(rule=rule, names=kind.names)
         kinds.append(kind_with_bytes(followed, kind, planned.axis_sizes))

@@ -53,8 +53,8 @@ class Table:
 
         rows = self.rows[:most]
         body = "".join(line("td", row) for row in rows)
-        for more in and_more(len(self.rows), len(rows), "row"):
-            body += f'<tr><td colspan="{len(self.columns)}">{more}; print shows them</td></tr>'
+        for rest in and_more(len(self.rows), len(rows), "row"):
+            body += f'<tr><td colspan="{len(self.columns)}">{rest}; print shows them</td></tr>'
         head = line("th", (column.head for column in self.columns))
         return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
 
@@ -87,10 +87,10 @@ class Answer(tuple[_Row, ...]):
     _rows_key: ClassVar[str] = "rows"
 
     def __new__(cls, rows: Iterable[_Row] = (), **about: Any) -> Self:
-        made = super().__new__(cls, rows)
+        self = super().__new__(cls, rows)
         for name, value in about.items():
-            setattr(made, name, value)
-        return made
+            setattr(self, name, value)
+        return self
 
     @overload
     def __getitem__(self, index: SupportsIndex) -> _Row: ...

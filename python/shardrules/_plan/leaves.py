@@ -267,7 +267,7 @@ def has_names(tree: Any) -> bool:
     return _may_have_boxes() and any(unboxed(tree).names)
 
 
-def axes_said(tree: Any, rows: Any) -> dict[int, tuple[Any, ...]]:
+def names_in_boxes(tree: Any, rows: Any) -> dict[int, tuple[Any, ...]]:
     """Return what boxes and Variables say of the dimensions of their arrays, by row.
 
     `rows` has the numbers of the rows, for the tree with or without its boxes.
@@ -276,10 +276,10 @@ def axes_said(tree: Any, rows: Any) -> dict[int, tuple[Any, ...]]:
         return {}
     from jax.tree_util import tree_leaves
 
-    said = zip(tree_leaves(rows), open_boxes(tree).names_of_arrays(), strict=True)
+    pairs = zip(tree_leaves(rows), open_boxes(tree).names_of_arrays(), strict=True)
     return {
         row: tuple(names)
-        for row, names in said
+        for row, names in pairs
         if isinstance(names, tuple | list) or is_partition_spec(names)
     }
 
@@ -298,7 +298,7 @@ def check_rules_are_for_paths(leaves: Leaves, rules: Rules, tree: Any) -> None:
     patterns = [pattern for pattern, _ in rules]
     if not all(isinstance(pattern, str) and _PLAIN.fullmatch(pattern) for pattern in patterns):
         return
-    names = {name for said in axes_said(tree, leaves.tree).values() for name in said}
+    names = {name for of_row in names_in_boxes(tree, leaves.tree).values() for name in of_row}
     if names.isdisjoint(patterns):
         return
     matches_nothing = set(matcher_of(rules).coverage_of_paths(leaves.paths).dead)
@@ -314,7 +314,7 @@ def check_rules_are_for_paths(leaves: Leaves, rules: Rules, tree: Any) -> None:
 def first_rules(rules: Rules, paths: Iterable[str]) -> dict[str, int]:
     """Return, per path, the index of the rule that decides it, or UNMATCHED or AMBIGUOUS."""
     matcher = matcher_of(rules).for_whole_paths()
-    decided = matcher.decide(
+    indices = matcher.decide(
         dict.fromkeys(paths, 0),
         matcher.rule_indices(),
         NO_RULE_NEEDED,
@@ -322,10 +322,10 @@ def first_rules(rules: Rules, paths: Iterable[str]) -> dict[str, int]:
         AMBIGUOUS,
         strict=False,
     )
-    return decided.tree  # type: ignore[no-any-return]
+    return indices.tree  # type: ignore[no-any-return]
 
 
-def redecided(leaves: Leaves, rules: Rules) -> Leaves:
+def leaves_by_rules(leaves: Leaves, rules: Rules) -> Leaves:
     """Decide the same leaves by other rules; the tree is not walked again."""
     before, after = leaves.paths_dialect, rules.dialect
     for name in ("keys", "separator", "hidden_key", "scalars"):
@@ -376,8 +376,8 @@ def mesh_of_shardings(specs: Any) -> MeshLike | None:
 
 def leaves_by_specs(leaves: Leaves, specs: Any, correction: Correction | None = None) -> Leaves:
     """Decide leaves by specs or shardings, one for all or a tree of them."""
-    decided = redecided(leaves, _rules_of_specs(leaves, specs, correction))
-    return replace(decided, by_specs=True, is_corrected=correction is not None)
+    leaves = leaves_by_rules(leaves, _rules_of_specs(leaves, specs, correction))
+    return replace(leaves, by_specs=True, is_corrected=correction is not None)
 
 
 _GIVE: Final = "give a PartitionSpec, a NamedSharding, or None for a leaf that nothing decides"
@@ -393,14 +393,14 @@ def _rules_of_specs(leaves: Leaves, specs: Any, correction: Correction | None) -
     if spread and all(spec is None for spec in spread):
         raise TypeError(f"rules: no leaf has a spec: {shown(specs)}; {_GIVE}")
     needs_none = [leaf.rule == NO_RULE_NEEDED for leaf in leaves.types]
-    decided = [
+    with_spec = [
         row
         for row, kind in enumerate(leaves.kind_of.tolist())
         if spec_of[row] is not None and not needs_none[kind]
     ]
-    values, group_of = grouped(_rule_value(leaves.paths[row], spec_of[row]) for row in decided)
+    values, group_of = grouped(_rule_value(leaves.paths[row], spec_of[row]) for row in with_spec)
     # No path matches two of these patterns: each lists exactly its own paths.
-    folded = fold([leaves.paths[row] for row in decided], group_of)
+    folded = fold([leaves.paths[row] for row in with_spec], group_of)
     pairs = [(rf"^{''.join(_regexes(paths))}$", values[paths.group]) for paths in folded]
     return Rules(pairs, EFORMER, correction=correction)
 

@@ -25,11 +25,9 @@ from shardrules._base.arguments import (
 )
 from shardrules._base.dtypes import key_dtype
 from shardrules._base.io import write_text
-from shardrules._base.mistakes import check_arrays
 from shardrules._base.rule_specs import MemoryKind, check_memory_kind, plain_spec
 from shardrules._base.specs import Entries, as_partition_spec
 from shardrules._base.text import answer
-from shardrules._place.boxes import unboxed
 from shardrules._place.decider import ByNames, ByPaths, Decider, RulesLike, as_decider
 from shardrules._place.mesh import AnyMesh, MeshLike, has_devices, resolve_mesh
 from shardrules._place.shardings import Shardings
@@ -46,7 +44,7 @@ from shardrules._plan.align import (
 from shardrules._plan.findings import NOTHING, CheckKind, Declared, Findings, Level, all_declared
 from shardrules._plan.fold import Folded, find
 from shardrules._plan.kinds import DEFAULT_LARGE, Kind, Spec, coverage_of
-from shardrules._plan.leaves import Leaves, axes_said, leaves_by_specs, redecided, survey
+from shardrules._plan.leaves import Leaves, leaves_by_rules, leaves_by_specs
 from shardrules._plan.memory import DeviceBytes, Training
 from shardrules._plan.resolve import PutOnMesh, SizedMesh, put_by_rules, sized_mesh
 from shardrules._rules.logical_rules import LogicalRules
@@ -210,7 +208,7 @@ class Plan(Decider):
         if isinstance(decider, ByNames):
             leaves = replace(self._leaves, rules=decider.rules)
         elif isinstance(decider, ByPaths):
-            leaves = redecided(self._leaves, decider.rules)
+            leaves = leaves_by_rules(self._leaves, decider.rules)
         else:
             leaves = leaves_by_specs(self._leaves, rules)
         # What was declared is about the rules of this plan.
@@ -259,7 +257,7 @@ class Plan(Decider):
             >>> print(plan.for_optimizer(state, memory_kind="pinned_host").bytes_per_device())
             0 B on the fullest device: nothing; 28 B in the host's memory
         """
-        from shardrules._plan.state import find_parameters, put_state
+        from shardrules._plan.state import put_of_state
 
         if state is None:
             raise TypeError(
@@ -268,15 +266,7 @@ class Plan(Decider):
             )
         check_type("zero1", zero1, str | None, "a mesh axis or None")
         check_memory_kind("memory_kind", memory_kind)
-        is_boxed = isinstance(self.rules, LogicalRules)
-        leaves = survey(
-            unboxed(state).tree if is_boxed else state, Rules((), self._leaves.paths_dialect)
-        )
-        said = axes_said(state, leaves.tree)
-        if all(leaf.shape is None for leaf in leaves.types):
-            check_arrays("state", state)
-        followed = find_parameters(self._leaves, leaves, said)
-        put = partial(put_state, self, leaves, followed, zero1=zero1, memory_kind=memory_kind)
+        put = put_of_state(self, state, zero1=zero1, memory_kind=memory_kind)
         return Plan(put, self._mesh, self._declared)
 
     def check(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from shardrules._base.dtypes import is_inexact
+from shardrules._base.mistakes import check_arrays
 from shardrules._base.rule_specs import MemoryKind
 from shardrules._base.specs import (
     Dim,
@@ -26,12 +27,20 @@ from shardrules._base.specs import (
     with_entries,
 )
 from shardrules._base.text import brief
+from shardrules._place.boxes import unboxed
 from shardrules._place.mesh import has_devices
 from shardrules._place.shardings import check_memory_on_mesh
 from shardrules._plan.align import check_distinct
 from shardrules._plan.kinds import REPLICATED, Fit, Kind, Spec, axes_named, kind_with_bytes
-from shardrules._plan.leaves import NO_RULE_NEEDED, LeafType, Leaves, axes_said, grouped
-from shardrules._plan.resolve import SizedMesh, bound_rules
+from shardrules._plan.leaves import (
+    NO_RULE_NEEDED,
+    LeafType,
+    Leaves,
+    grouped,
+    names_in_boxes,
+    survey,
+)
+from shardrules._plan.resolve import PutOnMesh, SizedMesh, bound_rules
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.resolver import checked_names
 from shardrules._rules.rules import Rules
@@ -65,7 +74,24 @@ class Followed(NamedTuple):
     """What it says itself of its dimensions, if its parameter says otherwise."""
 
 
-def put_state(
+def put_of_state(
+    params: Plan, state: Any, *, zero1: str | None, memory_kind: MemoryKind | None
+) -> PutOnMesh:
+    """Walk an optimizer's state, find its parameters, and return what puts it on a mesh."""
+    is_boxed = isinstance(params.rules, LogicalRules)
+    leaves = survey(
+        unboxed(state).tree if is_boxed else state, Rules((), params._leaves.paths_dialect)
+    )
+    if all(leaf.shape is None for leaf in leaves.types):
+        check_arrays("state", state)
+    names = names_in_boxes(state, leaves.tree)
+    followed = _find_parameters(params._leaves, leaves, names)
+    return functools.partial(
+        _put_state, params, leaves, followed, zero1=zero1, memory_kind=memory_kind
+    )
+
+
+def _put_state(
     params: Plan,
     leaves: Leaves,
     followed: list[Followed],
@@ -119,10 +145,10 @@ def put_state(
     return put, kinds
 
 
-def find_parameters(
-    params: Leaves, state: Leaves, said: Mapping[int, tuple[Any, ...]]
+def _find_parameters(
+    params: Leaves, state: Leaves, names: Mapping[int, tuple[Any, ...]]
 ) -> list[Followed]:
-    """Find the parameters of the leaves of a state, of which some say their axes themselves."""
+    """Find the parameters of the leaves of a state, of which some name their axes themselves."""
     check_distinct(params.paths, "a state finds its parameters by their paths")
     separator = params.paths_dialect.separator
     # A component of `keystr` paths begins with [ or a dot.
@@ -149,20 +175,22 @@ def find_parameters(
         factors.append(None if row == _NONE else _factor_in(prefix))
     if params.paths and all(row == _NONE for row in rows):
         _check_no_moments(params, state)
-    return list(map(Followed, rows, factors, _own_axes(params, rows, said)))
+    return list(map(Followed, rows, factors, _own_axes(params, rows, names)))
 
 
 def _own_axes(
-    params: Leaves, rows: list[int], said: Mapping[int, tuple[Any, ...]]
+    params: Leaves, rows: list[int], names: Mapping[int, tuple[Any, ...]]
 ) -> list[tuple[Any, ...] | None]:
-    if not said:
+    """Return, per leaf of a state, the axes that it names, if its parameter names others."""
+    if not names:
         return [None] * len(rows)
-    names = {_NONE: None} | {
+    names_of_row = {_NONE: None} | {
         row: params.types[kind].names for row, kind in enumerate(params.kind_of.tolist())
     }
-    names |= axes_said(params.tree, params.tree)
+    names_of_row |= names_in_boxes(params.tree, params.tree)
     return [
-        None if (own := said.get(place)) == names[row] else own for place, row in enumerate(rows)
+        None if names.get(place) == names_of_row[row] else names.get(place)
+        for place, row in enumerate(rows)
     ]
 
 

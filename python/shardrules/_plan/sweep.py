@@ -139,13 +139,13 @@ def sweep_meshes(
         if isinstance(meshes, Mapping):
             raise TypeError(f"meshes is one mesh: write sweep([{brief(meshes)}])")
         check_type("meshes", meshes, Iterable, "a sequence of dicts of axis sizes")
-    tried = list(itertools.islice(meshes, _MOST_MESHES + 1))
-    if len(tried) > _MOST_MESHES:
+    candidates = list(itertools.islice(meshes, _MOST_MESHES + 1))
+    if len(candidates) > _MOST_MESHES:
         raise ValueError(f"a sweep covers at most {_MOST_MESHES:,} meshes; give fewer axes")
     # Where rules name an axis that a mesh lacks, one device along it is what is meant.
-    all_axes = dict.fromkeys([axis for mesh in (plan.axis_sizes, *tried) for axis in mesh], 1)
-    whole = [{**mesh, **{axis: 1 for axis in all_axes if axis not in mesh}} for mesh in tried]
-    plans = [(plan.on_mesh(mesh), training.on(mesh)) for mesh in whole]
+    all_axes = dict.fromkeys([axis for mesh in (plan.axis_sizes, *candidates) for axis in mesh], 1)
+    full = [{**mesh, **{axis: 1 for axis in all_axes if axis not in mesh}} for mesh in candidates]
+    plans = [(plan.on_mesh(mesh), training.on(mesh)) for mesh in full]
     rows = [_sweep_row(*pair, hbm) for pair in plans]
     heads = few_heads_notes(on_mesh for on_mesh, _ in plans)
     best = _best_first(rows, _TIE * (hbm or 0))
