@@ -23,7 +23,8 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._base.text import Place
 from shardrules._program import child, compiler
-from shardrules._program.verify.unexpected import resharded
+from shardrules._program.hlo import Collective
+from shardrules._program.verify.unexpected import unexpected
 from tests.support.compiled import array, compiled_on, devices
 from tests.support.folders import ROOT
 from tests.support.process_worker import enable_x64
@@ -171,11 +172,10 @@ LINES = {
 def test_forms_of_the_warning(name):
     """What is of no known form is no warning to us."""
     line, way = LINES[name]
-    row = SimpleNamespace(op_name="jit(f)/add", kind="all-gather", shape="f32[8]", place=None, times=1, sent_at_least=9)
-    found = list(resharded(SimpleNamespace(collectives=[row]), f"first\n{HEAD}{line}\n", large=9))
-    assert [f"XLA cannot reshard f32[8] {way}, and" in one.message and rows == [row] for one, rows in found] == [
-        True
-    ] * bool(way)
+    row = Collective("all-gather", ("x",), "f32[8]", 32, 1, 28, "activation", "", "", True, "jit(f)/add", None, "")
+    program = SimpleNamespace(collectives=[row], sent={}, axis_sizes={"x": 8}, batch_axes={"x"})
+    found = list(unexpected(program, 9, f"first\n{HEAD}{line}\n"))
+    assert [f"XLA cannot reshard it {way}, and" in one.message for one in found] == [True] * bool(way)
 
 
 # A step that asks where it is, or calls Python

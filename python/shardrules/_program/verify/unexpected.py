@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from jax.sharding import NamedSharding
@@ -21,7 +21,6 @@ from shardrules._program.causes import REASONS
 from shardrules._program.executable import Executable, sharding_shown
 from shardrules._program.hlo import Collective
 from shardrules._program.inputs import PlannedSharding
-from shardrules._program.lock import most_sent
 from shardrules._program.program import Program
 from shardrules._program.verify.placements import is_same
 
@@ -51,11 +50,8 @@ _EXPECTED: Final = {
 
 def gathered(
     program: Program, inputs: Sequence[PlannedSharding | None], large: int
-) -> Iterator[tuple[Finding, Sequence[str]]]:
-    """Yield findings about planned arrays that are gathered, and are then large.
-
-    Behind each are the axes along which devices do the same work with them.
-    """
+) -> Iterator[Finding]:
+    """Yield findings about planned arrays that are gathered, and are then large."""
     executable = program._executable
     side = executable.inputs
     rows = [
@@ -85,46 +81,7 @@ def gathered(
         )
         level: Level = "info" if cause.is_expected else "warning"
         leaves = sorted(of_leaf)
-        finding = side.finding(level, "gathered", message, fix, leaves, bytes=total)
-        yield finding, axes if reason == "same work" else ()
-
-
-def unexpected(
-    program: Program, large: int, reported: Container[Collective] = ()
-) -> Iterator[Finding]:
-    """Yield findings about what the program sends without need."""
-    total, gathers = sum(program.sent.values()), {REASONS[reason].text for reason in _GATHERED}
-    groups: defaultdict[tuple[str, tuple[str, ...]], list[Collective]] = defaultdict(list)
-    for row in program.collectives:
-        if not row.is_expected and row.reason not in gathers and row not in reported:
-            groups[row.reason, row.axes].append(row)
-    for (reason, axes), rows in groups.items():
-        size = sum(row.sent_at_least for row in rows)
-        if size >= large or (size >= _SHARE * total and total >= large):
-            yield _movement_finding(program, reason, axes, rows, size)
-
-
-def _movement_finding(
-    program: Program, reason: str, axes: tuple[str, ...], rows: Sequence[Collective], size: int
-) -> Finding:
-    cause = next(cause for cause in REASONS.values() if cause.text == reason)
-    names = "; ".join([*map(str, rows[:_NAMED]), *and_more(len(rows), _NAMED, "collective")])
-    step = "an iteration" if any(row.times is None for row in rows) else "a step"
-    of_xla = "" if any(row.is_called for row in rows) else ", by XLA's own collectives"
-    message = (
-        f"{bytes_shown(size)} sent by each device in {step} over {', '.join(axes)}{of_xla}: "
-        f"{reason}: {names}"
-    )
-    first = rows[0]
-    batch = [axis for axis in program.axis_sizes if axis in program.batch_axes]
-    rank = first.shape.count(",") + 1
-    entry = repr(batch[0] if len(batch) == 1 else tuple(batch))
-    spec = f"P({', '.join([entry, *['None'] * (rank - 1)])})"
-    line = "" if first.place is None else f" at {first.place}"
-    fix = cause.fix.format(spec=spec, axes=", ".join(axes), line=line)
-    leaves = [row.moves.rpartition(" ")[2] for row in rows if row.what in ("gradient", "state")]
-    paths, count = tuple(dict.fromkeys(leaves)), len(leaves)
-    return Finding("warning", "unexpected", message, fix, paths=paths, leaves=count, bytes=size)
+        yield side.finding(level, "gathered", message, fix, leaves, bytes=total)
 
 
 # "[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding {...} to {...}
@@ -134,42 +91,58 @@ _WARNING: Final = re.compile(
     rf"Involuntary full rematerialization\. The compiler \D{{,30}} go from sharding {_BRACES} to "
     rf'{_BRACES} (?:efficiently|without) .*?for HLO operation.*?op_name="([^"]*)"'
 )
+_RESHARD_FIX: Final = (
+    "constrain the array alike on both sides{line}; or go in two steps, by a constraint between "
+    "that moves one mesh axis"
+)
 
 
-def resharded(
-    program: Program, log: str, large: float
-) -> Iterator[tuple[Finding, list[Collective]]]:
-    """Yield findings, each with its collectives, about arrays that XLA has warned of.
+def unexpected(program: Program, large: int, log: str) -> Iterator[Finding]:
+    """Yield findings about what the program sends without need.
 
-    It replicates what it cannot reshard; those are told that cost `large` bytes a step.
+    `log` has XLA's warnings about arrays that it cannot reshard, and replicates.
     """
     ways: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for source, target, op_name in _WARNING.findall(log):
         ways[op_name][f"from {source} to {target}"] = None
-    for op_name, of_op in ways.items():
-        rows = [
-            row
-            for row in program.collectives
-            if row.op_name == op_name and row.kind in ("all-gather", "all-reduce")
-        ]
+    total, gathers = sum(program.sent.values()), {REASONS[reason].text for reason in _GATHERED}
+    fixes = {cause.text: cause.fix for cause in REASONS.values()}
+    groups: defaultdict[tuple[str, tuple[str, ...]], list[Collective]] = defaultdict(list)
+    for row in program.collectives:
+        if row.op_name in ways and row.kind in ("all-gather", "all-reduce"):
+            way = ", nor ".join(ways[row.op_name])
+            groups[f"XLA cannot reshard it {way}, and replicates it", ()].append(row)
+        elif not row.is_expected and row.reason not in gathers:
+            groups[row.reason, row.axes].append(row)
+    for (reason, _), rows in groups.items():
         size = sum(row.sent_at_least for row in rows)
-        if rows and size >= large:
-            step = "an iteration" if any(row.times is None for row in rows) else "a step"
-            message = (
-                f"{bytes_shown(size)} sent by each device in {step}, since XLA cannot reshard "
-                f"{rows[0].shape} {', nor '.join(of_op)}, and replicates it: {most_sent(rows)}"
-            )
-            line = f" at {rows[0].place}" if rows[0].place else ""
-            fix = (
-                f"constrain the array alike on both sides{line}; or go in two steps, by a "
-                "constraint between that moves one mesh axis"
-            )
-            yield Finding("warning", "unexpected", message, fix, bytes=size), rows
+        if size >= large or (size >= _SHARE * total and total >= large):
+            fix = fixes.get(reason, _RESHARD_FIX)
+            yield _movement_finding(program, reason, fix, rows, size)
 
 
-def computed_alike(
-    program: Program, inputs: Sequence[PlannedSharding | None], reported: Container[str]
-) -> Iterator[Finding]:
+def _movement_finding(
+    program: Program, reason: str, fix: str, rows: Sequence[Collective], size: int
+) -> Finding:
+    """Make the finding about what is sent for one reason."""
+    names = "; ".join([*map(str, rows[:_NAMED]), *and_more(len(rows), _NAMED, "collective")])
+    step = "an iteration" if any(row.times is None for row in rows) else "a step"
+    of_xla = "" if any(row.is_called for row in rows) else ", by XLA's own collectives"
+    place, axes = rows[0].place, ", ".join(dict.fromkeys(axis for row in rows for axis in row.axes))
+    message = (
+        f"{bytes_shown(size)} sent by each device in {step} over {axes}{of_xla}: {reason}: {names}"
+    )
+    batch = [axis for axis in program.axis_sizes if axis in program.batch_axes]
+    rank = rows[0].shape.count(",") + 1
+    entry = repr(batch[0] if len(batch) == 1 else tuple(batch))
+    spec = f"P({', '.join([entry, *['None'] * (rank - 1)])})"
+    fix = fix.format(spec=spec, axes=axes, line="" if place is None else f" at {place}")
+    leaves = [row.moves.rpartition(" ")[2] for row in rows if row.what in ("gradient", "state")]
+    paths, count = tuple(dict.fromkeys(leaves)), len(leaves)
+    return Finding("warning", "unexpected", message, fix, paths=paths, leaves=count, bytes=size)
+
+
+def computed_alike(program: Program, inputs: Sequence[PlannedSharding | None]) -> Iterator[Finding]:
     """Yield findings about products that devices along an axis compute alike.
 
     Those of what the plan lets them share there, such as KV heads, are meant so.
@@ -183,7 +156,7 @@ def computed_alike(
             row for row in products if axis not in row.axes and shared.isdisjoint(row.leaves)
         ]
         flops = sum(row.flops for row in repeats)
-        if count == 1 or flops <= _ALIKE * total or axis in reported:
+        if count == 1 or flops <= _ALIKE * total:
             continue
         repeats.sort(key=lambda row: -row.flops)
         names = [

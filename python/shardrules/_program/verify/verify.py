@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final, Literal, NamedTuple
 
 from shardrules._base.arguments import byte_size, check_type, memory_bytes
@@ -35,7 +36,6 @@ from shardrules._program.verify.unexpected import (
     differing,
     gathered,
     kept_activations,
-    resharded,
     unexpected,
 )
 
@@ -129,9 +129,6 @@ def findings_and_program(
     carried = states(executable, inputs, outputs)
     program = Program(executable, carried, batches(in_targets, carried))
     with hlo_errors():
-        reshards = list(resharded(program, log, large))
-        of_gathers = list(gathered(program, in_targets, large))
-        same_work = {axis for _, axes in of_gathers for axis in axes}
         findings = [
             *(() if limits else nothing_planned(in_targets + out_targets)),
             *placements(executable.inputs, in_targets, library),
@@ -145,12 +142,11 @@ def findings_and_program(
             *changed(executable, carried),
             *undonated(executable, carried),
             *not_donated(executable, carried, large),
-            *(finding for finding, _ in of_gathers),
-            *(finding for finding, _ in reshards),
-            *unexpected(program, large, {row for _, rows in reshards for row in rows}),
-            *computed_alike(program, in_targets, same_work),
+            *gathered(program, in_targets, large),
+            *unexpected(program, large, log),
+            *computed_alike(program, in_targets),
             *kept_activations(program, large),
-            *over_budget(program, limits),
+            *chain.from_iterable(_over_budget(program, limit) for limit in limits),
         ]
         if hbm is not None:
             findings += _over_peak(program, "peak", hbm)
@@ -225,15 +221,6 @@ def _limit(key: Any, value: Any, axes: Sequence[str]) -> Limit:
     return Limit(key, frozenset(words) - {*KINDS}, kinds or KINDS, size)
 
 
-def over_budget(program: Program, limits: Sequence[Limit]) -> Iterator[Finding]:
-    """Yield findings about what is over the budget, and about what is not known."""
-    for limit in limits:
-        if limit.key == "peak":
-            yield from _over_peak(program, "budget", limit.bytes)
-        else:
-            yield from _over_sent(program, limit)
-
-
 def _over_peak(program: Program, kind: Literal["budget", "peak"], most: int) -> Iterator[Finding]:
     """Yield a finding if a device needs more bytes than it has, or than it may need."""
     totals = program.totals
@@ -253,7 +240,11 @@ def _over_peak(program: Program, kind: Literal["budget", "peak"], most: int) -> 
         yield Finding("error", kind, message, fix, bytes=excess)
 
 
-def _over_sent(program: Program, limit: Limit) -> Iterator[Finding]:
+def _over_budget(program: Program, limit: Limit) -> Iterator[Finding]:
+    """Yield a finding if more is sent or needed than the limit, or that is not known."""
+    if limit.key == "peak":
+        yield from _over_peak(program, "budget", limit.bytes)
+        return
     rows = [
         row for row in program.collectives if limit.axes <= {*row.axes} and row.kind in limit.kinds
     ]
