@@ -213,8 +213,8 @@ def test_next_states():
     assert states[stacked] == 0
     assert states[only(values, "main", "gradient")] == 0
     assert states[cut] == states[only(values, "main", "both")] == 2
-    assert stacked in set(Facts(values).sources(step))
-    assert stacked not in set(Facts(values).sources(only(values, "main", "gradient")))
+    assert step in Facts(values).results([stacked])
+    assert only(values, "main", "gradient") not in Facts(values).results([stacked])
 
 
 def test_the_axes_along_which_values_differ():

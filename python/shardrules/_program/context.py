@@ -24,19 +24,19 @@ class Context:
 
     Args:
         executable: The compiled function; it has an HLO text and a mesh.
-        carried: States, which come back changed.
+        states: States, which come back changed.
         batches: Leaves of the inputs that are no states and no planned parameters.
         small: Bytes that a device sends, below which a collective needs no reason.
     """
 
     def __init__(
-        self, executable: Executable, carried: Sequence[State], batches: Sequence[int], small: int
+        self, executable: Executable, states: Sequence[State], batches: Sequence[int], small: int
     ) -> None:
         assert executable.mesh is not None
         self.executable = executable
         self.small = small
         self.axis_sizes: dict[str, int] = dict(executable.mesh.shape)
-        self._carried = carried
+        self._states = states
         self._batches = batches
         self.sums: Sequence[tuple[int, int, frozenset[str]]] = ()
         """Sums of gradients: the result, the leaf of the state, and the axes; `rows` sets them."""
@@ -60,7 +60,7 @@ class Context:
     @cached_property
     def next_state_of(self) -> Mapping[int, int]:
         """Leaf of the inputs whose next state is made of a value, element by element."""
-        pairs = [pair for state in self._carried for pair in zip(*state[:2], strict=True)]
+        pairs = [pair for state in self._states for pair in zip(*state[:2], strict=True)]
         # A gradient is that of the parameter, which more is made of than of its moments.
         number_of, used_by = self.executable.parameter_of, self.values.used_by
         node_of = {leaf: self.values.parameters[number] for leaf, number in number_of.items()}
@@ -90,7 +90,7 @@ class Context:
         for _, leaf, axes in self.sums:
             for axis in axes:
                 leaves_of.setdefault(axis, set()).add(leaf)
-        least = _BATCH_SHARE * self.size(chain(*(state.inputs for state in self._carried)))
+        least = _BATCH_SHARE * self.size(chain(*(state.inputs for state in self._states)))
         return frozenset(axis for axis, leaves in leaves_of.items() if self.size(leaves) > least)
 
     @cached_property
@@ -115,15 +115,15 @@ class Context:
         return prod(self.axis_sizes[axis] for axis in axes)
 
     @cached_property
-    def held(self) -> set[int]:
+    def looped_stacks(self) -> set[int]:
         """Stacks that a loop keeps whole while each of its trips takes a slice."""
-        carried, sliced, values = set(), set(), self.values
+        looped, sliced, values = set(), set(), self.values
         for node, opcode in enumerate(values.opcodes):
             if opcode == "while":
-                carried.add(self.facts.source_of(values.made_of[node][0]))
+                looped.add(self.facts.source_of(values.made_of[node][0]))
             elif opcode in SLICES and self.facts.layers(values.made_of[node][0], node) > 1:
                 sliced.add(self.facts.source_of(values.made_of[node][0]))
-        return carried & sliced
+        return looped & sliced
 
     def expert_axes_of(self, leaf: int) -> frozenset[str]:
         """Return the mesh axes that shard the experts of a leaf, if it has a dimension of them."""

@@ -1,7 +1,7 @@
 """Facts about the values of an HLO module, each read in one place from their graph.
 
-Which argument a value is a copy of; which next state is made of it, element by element; and in
-which operations it ends; and along which mesh axes it differs between devices.
+Which argument a value is a copy of, which next state is made of it element by element, in which
+operations it ends, and along which mesh axes it differs between devices.
 """
 
 from __future__ import annotations
@@ -136,10 +136,6 @@ class Facts:
         size = values.shapes[node].elements
         return [source for source in sources if values.shapes[source].elements == size]
 
-    def sources(self, node: int) -> Iterator[int]:
-        """Yield a value, and all that it is made of element by element."""
-        return self._values.reached([node], self.updated_from.__getitem__)
-
     def results(self, starts: Iterable[int]) -> frozenset[int]:
         """Return these values, and all that are made of them element by element."""
         return frozenset(self._values.reached(starts, self._updated_into.__getitem__))
@@ -172,7 +168,7 @@ class Facts:
         """
         state_of: dict[int, int] = {}
         for parameter, output in pairs:
-            pending = [] if output in state_of else [output]
+            pending = [output]
             while pending:
                 node = pending.pop()
                 if node not in state_of:

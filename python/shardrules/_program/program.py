@@ -143,7 +143,7 @@ class Program:
             payload=row.payload,
             times=row.times,
             sent_once=row.sent_once,
-            what="unexplained" if asked is None else asked.moved,
+            what="unexplained" if asked is None else asked.array_kind,
             moves=instruction.op_name or instruction.name if asked is None else asked.moves,
             reason=reason.text,
             is_expected=reason.is_expected,

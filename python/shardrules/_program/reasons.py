@@ -74,7 +74,7 @@ class Row:
         return "rows" if self.is_of_table else reason
 
     @property
-    def moved(self) -> Moved:
+    def array_kind(self) -> Moved:
         """Kind of array that is moved."""
         if self.leaf is None:
             return "unexplained" if self.reason == "unknown" else "activation"
@@ -244,7 +244,7 @@ class Row:
         return frozenset() if self.leaf is None else self.context.executable.axes_of(self.leaf)
 
     @cached_property
-    def gathered(self) -> frozenset[str]:
+    def gathered_axes(self) -> frozenset[str]:
         """Axes that shard the leaf, and do not shard the copy."""
         if self.leaf is None or self.kind != "all-gather" or not self._sharding:
             return frozenset()
@@ -258,7 +258,7 @@ class Row:
         """True if what the copy is multiplied by is equal along some of its axes."""
         factors = [factor for use in self.products for factor in self._factors(use)]
         axes = self.context.executable.variation.of(factors)
-        return bool(factors) and not axes.issuperset(self.gathered)
+        return bool(factors) and not axes.issuperset(self.gathered_axes)
 
     @property
     def is_wide(self) -> bool:
@@ -273,7 +273,7 @@ class Row:
     @property
     def is_of_experts(self) -> bool:
         """True if devices get all experts over an axis that is for experts."""
-        axes = self.gathered & self.context.axes_for_experts
+        axes = self.gathered_axes & self.context.axes_for_experts
         return self.leaf is not None and not axes.isdisjoint(self.context.expert_axes_of(self.leaf))
 
     @property
@@ -382,7 +382,7 @@ class Row:
         return [node for node in self._values.made_of[use.user] if node != use.value]
 
     @cached_property
-    def differing(self) -> Sequence[int]:
+    def differing_factors(self) -> Sequence[int]:
         """Factors of what is moved that differ along the axes."""
         factors = (factor for use in self.products for factor in self._factors(use))
         return [factor for factor in factors if self.differs(factor)]
@@ -401,7 +401,7 @@ class Row:
     @property
     def is_cheap(self) -> bool:
         """True if no more is sent than to gather the planned factors in its place."""
-        factors = self.differing or self._summed_factors
+        factors = self.differing_factors or self._summed_factors
         planned = {node for node in factors if self._is_planned(node)}
         others = self.context.count(self.axes) - 1
         sizes = (self._values.shapes[node].bytes for node in planned)
@@ -411,7 +411,7 @@ class Row:
     def is_for_planned(self) -> bool:
         """True if it is multiplied by planned arrays, or for nothing but gradients."""
         state_of = self.context.next_state_of
-        return any(map(self._is_planned, self.differing)) or all(
+        return any(map(self._is_planned, self.differing_factors)) or all(
             use.user in state_of for use in self.products
         )
 
@@ -464,7 +464,7 @@ _TABLE: Final[Mapping[str, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
         ("moved", lambda row: row.kind != "all-gather"),
         ("sliced", lambda row: not row.is_small and row.is_sliced),
         ("table", lambda row: not row.is_small and row.is_for_rows),
-        ("loop", lambda row: row.result in row.context.held),
+        ("loop", lambda row: row.result in row.context.looped_stacks),
         ("same work", lambda row: row.is_same_work),
         ("wide", lambda row: row.is_wide),
         ("all experts", lambda row: row.is_of_experts),
@@ -527,10 +527,10 @@ _TABLE: Final[Mapping[str, Sequence[tuple[str, Callable[[Row], bool]]]]] = {
     ),
     "all-gather": (
         ("parts", lambda row: row.is_ring and not row.is_batch),
-        ("batch", lambda row: row.is_batch and not row.differing),
-        ("sliced", lambda row: not row.differing and row.is_sliced),
+        ("batch", lambda row: row.is_batch and not row.differing_factors),
+        ("sliced", lambda row: not row.differing_factors and row.is_sliced),
         ("called", lambda row: row.is_called and not row.is_batch),
-        ("alike", lambda row: not row.differing),
+        ("alike", lambda row: not row.differing_factors),
         ("summed", lambda row: not row.is_batch and row.is_along_sum),
         ("parts", lambda row: not row.is_batch or row.is_for_gradient),
         ("batch", lambda row: row.is_for_planned and not row.is_cheap),

@@ -54,42 +54,6 @@ _Texts = tuple[Any, Any]
 _Rows = npt.NDArray[np.int64]
 
 
-def _placed_by(library: Library, what: str) -> str:
-    """Write how "inputs", or what is returned, are placed as planned."""
-    taken, returned = _PLACING[library]
-    if what == "inputs":
-        fix = (
-            "lower the function with arrays or shapes that are sharded as planned (plan.abstract())"
-        )
-        return f"{fix}, or give {library}.jit {taken}" if taken else fix
-    inside = f"constrain {what} inside the function"
-    if returned:
-        return f"give {library}.jit {returned}, or {inside}"
-    return f"{inside}, as by jax.lax.with_sharding_constraint(arrays, plan.shardings())"
-
-
-def _pairs(firsts: Sequence[Any], seconds: Sequence[Any]) -> Iterator[tuple[Any, Any, _Rows]]:
-    """Yield pairs of objects without None, most of which are the same few, and where they are."""
-    # By address: `id` is slow once anybody, such as filelock, listens to audit events.
-    sides = (np.fromiter(side, object, len(side)).tobytes() for side in (firsts, seconds))
-    addresses = [np.frombuffer(side, np.uintp) for side in sides]
-    order = np.lexsort(addresses)
-    changes = sum(np.diff(numbers[order]) != 0 for numbers in addresses)
-    groups = np.split(order, np.flatnonzero(changes) + 1) if firsts else []
-    for rows in sorted(groups, key=lambda rows: int(rows[0])):
-        first, second = firsts[rows[0]], seconds[rows[0]]
-        if first is not None and second is not None:
-            yield first, second, rows
-
-
-def is_same(first: Any, second: Any, rank: int) -> bool:
-    """Say whether two shardings shard arrays of this rank equally, in whatever memory."""
-    if first == second:
-        return True
-    first, second = first.with_memory_kind(None), second.with_memory_kind(None)
-    return bool(first == second or first.is_equivalent_to(second, rank))
-
-
 def nothing_planned(targets: Sequence[PlannedSharding | None]) -> Iterator[Finding]:
     """Yield a finding if no argument and no result is planned, so that nothing is compared."""
     if targets and not any(targets):
@@ -138,6 +102,42 @@ def placements(
             f"{verb} them in {actual} memory: {bytes_shown(size)} on each device"
         )
         yield side.finding("error", "memory-kind", message, fix, sorted(leaves), bytes=size)
+
+
+def is_same(first: Any, second: Any, rank: int) -> bool:
+    """Say whether two shardings shard arrays of this rank equally, in whatever memory."""
+    if first == second:
+        return True
+    first, second = first.with_memory_kind(None), second.with_memory_kind(None)
+    return bool(first == second or first.is_equivalent_to(second, rank))
+
+
+def _pairs(firsts: Sequence[Any], seconds: Sequence[Any]) -> Iterator[tuple[Any, Any, _Rows]]:
+    """Yield pairs of objects without None, most of which are the same few, and where they are."""
+    # By address: `id` is slow once anybody, such as filelock, listens to audit events.
+    sides = (np.fromiter(side, object, len(side)).tobytes() for side in (firsts, seconds))
+    addresses = [np.frombuffer(side, np.uintp) for side in sides]
+    order = np.lexsort(addresses)
+    changes = sum(np.diff(numbers[order]) != 0 for numbers in addresses)
+    groups = np.split(order, np.flatnonzero(changes) + 1) if firsts else []
+    for rows in sorted(groups, key=lambda rows: int(rows[0])):
+        first, second = firsts[rows[0]], seconds[rows[0]]
+        if first is not None and second is not None:
+            yield first, second, rows
+
+
+def _placed_by(library: Library, what: str) -> str:
+    """Write how "inputs", or what is returned, are placed as planned."""
+    taken, returned = _PLACING[library]
+    if what == "inputs":
+        fix = (
+            "lower the function with arrays or shapes that are sharded as planned (plan.abstract())"
+        )
+        return f"{fix}, or give {library}.jit {taken}" if taken else fix
+    inside = f"constrain {what} inside the function"
+    if returned:
+        return f"give {library}.jit {returned}, or {inside}"
+    return f"{inside}, as by jax.lax.with_sharding_constraint(arrays, plan.shardings())"
 
 
 def _check_fits(planned: Any, path: str, shape: tuple[int, ...]) -> None:
@@ -228,14 +228,14 @@ def closed_over(executable: Executable, large: int) -> Iterator[Finding]:
 
 
 def large_results(
-    side: Side, targets: Sequence[PlannedSharding | None], carried: Sequence[State], large: int
+    side: Side, targets: Sequence[PlannedSharding | None], states: Sequence[State], large: int
 ) -> Iterator[Finding]:
     """Yield a finding about large results of a step that are neither its state nor planned."""
-    if not carried or all(targets):
+    if not states or all(targets):
         return
-    states = {leaf for state in carried for leaf in state.outputs}
-    rest = [i for i, target in enumerate(targets) if target is None and i not in states]
-    least = max(large, _RETURNED * sum(map(side.bytes_of, states)))
+    of_states = {leaf for state in states for leaf in state.outputs}
+    rest = [i for i, target in enumerate(targets) if target is None and i not in of_states]
+    least = max(large, _RETURNED * sum(map(side.bytes_of, of_states)))
     if leaves := [leaf for leaf in rest if side.bytes_of(leaf) >= least]:
         size = sum(map(side.bytes_of, leaves))
         message = (
@@ -246,38 +246,35 @@ def large_results(
         yield side.finding("info", "output", message, fix, leaves, bytes=size)
 
 
-def changed(executable: Executable, carried: Sequence[State]) -> Iterator[Finding]:
+def changed(executable: Executable, states: Sequence[State]) -> Iterator[Finding]:
     """Yield findings about states that come out with another sharding, memory or dtype."""
     side, outputs = executable.inputs, executable.outputs
     placing = _placed_by(executable.call.library, "the arrays of the new state")
     casting = "cast the new state to the dtypes of the old one"
-    for state in carried:
-        moved: dict[_Texts, list[int]] = defaultdict(list)
-        cast: dict[_Texts, list[int]] = defaultdict(list)
+    for state in states:
+        changes: dict[tuple[bool, Any, Any], list[int]] = defaultdict(list)
         before, after = at(side.shardings, state.inputs), at(outputs.shardings, state.outputs)
         for old, new, rows in _pairs(before, after) if before != after else ():
             rank = len(side.shapes[state.inputs[rows[0]]])
             if not is_same(old, new, rank) or old.memory_kind != new.memory_kind:
-                moved[_with_memory(old), _with_memory(new)] += [state.inputs[i] for i in rows]
+                key = True, _with_memory(old), _with_memory(new)
+                changes[key] += [state.inputs[i] for i in rows]
         before, after = at(side.leaves, state.inputs), at(outputs.leaves, state.outputs)
         pairs = zip(state.inputs, before, after, strict=True) if before != after else ()
         for leaf, old, new in pairs:
             if old.dtype != new.dtype:
-                cast[old.dtype, new.dtype].append(leaf)
+                changes[False, old.dtype, new.dtype].append(leaf)
         name, when = _STATE_WORDS[state.evidence]
-        of_sharding: Level = "warning" if state.evidence == "alike" else "error"
-        by_fix: dict[str, tuple[Level, dict[_Texts, list[int]], str]] = {
-            placing: (of_sharding, moved, ", or moves them back, {} to each device"),
-            casting: ("error", cast, ""),
-        }
-        for fix, (level, leaves_of, cost) in by_fix.items():
-            for (old, new), leaves in leaves_of.items():
-                size = sum(map(side.bytes_of, leaves))
-                message = (
-                    f"{counted(len(leaves), 'leaf')} of {name}: in as {old}, out as {new}: {when} "
-                    f"compiles again{cost.format(bytes_shown(size))}"
-                )
-                yield side.finding(level, "fixed-point", message, fix, sorted(leaves), bytes=size)
+        for (is_moved, old, new), leaves in changes.items():
+            size = sum(map(side.bytes_of, leaves))
+            cost = f", or moves them back, {bytes_shown(size)} to each device" if is_moved else ""
+            message = (
+                f"{counted(len(leaves), 'leaf')} of {name}: in as {old}, out as {new}: {when} "
+                f"compiles again{cost}"
+            )
+            fix = placing if is_moved else casting
+            level: Level = "warning" if is_moved and state.evidence == "alike" else "error"
+            yield side.finding(level, "fixed-point", message, fix, sorted(leaves), bytes=size)
 
 
 def _with_memory(sharding: Any) -> str:
@@ -286,7 +283,7 @@ def _with_memory(sharding: Any) -> str:
     return in_memory_shown(sharding_shown(sharding), kind)
 
 
-def undonated(executable: Executable, carried: Sequence[State]) -> Iterator[Finding]:
+def undonated(executable: Executable, states: Sequence[State]) -> Iterator[Finding]:
     """Yield findings about donated leaves whose memory no output takes."""
     side, hlo = executable.inputs, executable.hlo
     donated, kept = executable.donated, executable.kept
@@ -295,7 +292,7 @@ def undonated(executable: Executable, carried: Sequence[State]) -> Iterator[Find
         return
     aliased, number_of = set(hlo.aliases.values()), executable.parameter_of
     lost = [leaf for leaf in kept if donated[leaf] and number_of[leaf] not in aliased]
-    of_states = {leaf for state in carried for leaf in state.inputs}
+    of_states = {leaf for state in states for leaf in state.inputs}
     rest = [leaf for leaf in lost if leaf not in of_states]
     if executable.call.library == "equinox":
         rest = []  # it donates all arguments, the batch as well, or all but the first
@@ -319,21 +316,21 @@ def undonated(executable: Executable, carried: Sequence[State]) -> Iterator[Find
             yield side.finding(level, "donation", message, fix, leaves, bytes=size)
 
 
-def not_donated(executable: Executable, carried: Sequence[State], large: int) -> Iterator[Finding]:
+def not_donated(executable: Executable, states: Sequence[State], large: int) -> Iterator[Finding]:
     """Yield findings about states whose old arrays stay in memory beside the new ones.
 
     What only looks like a state is told if it is large, and so is one that comes back unchanged.
     """
     side = executable.inputs
     for evidence, (name, _) in _STATE_WORDS.items():
-        states = [
+        copies = [
             state
-            for state in carried
+            for state in states
             if state.evidence == evidence and not all(at(executable.donated, state.inputs))
         ]
-        is_certain = evidence != "alike" and any(_is_changed(executable, state) for state in states)
+        is_certain = evidence != "alike" and any(_is_changed(executable, state) for state in copies)
         least = 1 if is_certain else large
-        leaves = [leaf for state in states for leaf in _kept_twice(executable, state, least)]
+        leaves = [leaf for state in copies for leaf in _kept_twice(executable, state, least)]
         size = sum(map(side.bytes_of, leaves))
         if leaves and size >= least:
             message = (
@@ -367,13 +364,12 @@ def _kept_twice(executable: Executable, state: State, least: int) -> list[int]:
     if sum(side.bytes_of(before) for before, _ in pairs) < least:
         return []
     # What is only like an argument, such as its gradient, is not made from it.
-    values, number_of = executable.values, executable.parameter_of
+    parameters, number_of = executable.values.parameters, executable.parameter_of
     return [
         before
         for before, after in pairs
         if state.evidence == "updated"
-        or values.parameters[number_of[before]]
-        in executable.facts.sources(executable.results[after])
+        or executable.results[after] in executable.facts.results([parameters[number_of[before]]])
     ]
 
 

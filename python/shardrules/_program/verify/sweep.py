@@ -103,30 +103,27 @@ class StepSweep(Answer[StepSweepRow]):
         )
 
     def _body(self) -> list[Table | str]:
-        return [step_sweep_table(self)]
-
-
-def step_sweep_table(rows: Sequence[StepSweepRow]) -> Table:
-    """Return a row for each mesh and choice, without the columns that no row has."""
-    names = list(dict.fromkeys(name for row in rows for name in row.choices))
-    columns = [Column("mesh"), *map(Column, names), *_COLUMNS]
-    cells: list[list[Any]] = [
-        [
-            mesh_shown(row.mesh),
-            *(brief(row.choices.get(name)) for name in names),
-            row.seconds and "batch" in row.choices and seconds_shown(row.seconds),
-            row.time and f"{seconds_shown(row.time.shortest)} to {seconds_shown(row.time.longest)}",
-            row.sent and bytes_shown(sum(row.sent.values())),
-            ", ".join(f"{axes} {bytes_shown(size)}" for axes, size in row.sent.items()),
-            row.peak and bytes_shown(row.peak),
-            _verdict(row),
-            row.why,
+        """Return a row for each mesh and choice, without the columns that no row has."""
+        names = list(dict.fromkeys(name for row in self for name in row.choices))
+        columns = [Column("mesh"), *map(Column, names), *_COLUMNS]
+        cells: list[list[Any]] = [
+            [
+                mesh_shown(row.mesh),
+                *(brief(row.choices.get(name)) for name in names),
+                row.seconds and "batch" in row.choices and seconds_shown(row.seconds),
+                row.time
+                and f"{seconds_shown(row.time.shortest)} to {seconds_shown(row.time.longest)}",
+                row.sent and bytes_shown(sum(row.sent.values())),
+                ", ".join(f"{axes} {bytes_shown(size)}" for axes, size in row.sent.items()),
+                row.peak and bytes_shown(row.peak),
+                _verdict(row),
+                row.why,
+            ]
+            for row in self
         ]
-        for row in rows
-    ]
-    kept = [i for i, _ in enumerate(columns) if any(line[i] for line in cells)]
-    texts = ([printable(line[i] or "") for i in kept] for line in cells)
-    return Table([columns[i] for i in kept], texts)
+        kept = [i for i, _ in enumerate(columns) if any(line[i] for line in cells)]
+        texts = ([printable(line[i] or "") for i in kept] for line in cells)
+        return [Table([columns[i] for i in kept], texts)]
 
 
 def _verdict(row: StepSweepRow) -> str:

@@ -57,7 +57,7 @@ def gathered(
     rows = [
         (row.leaf, row)
         for _, row in program._exchanged
-        if row is not None and row.leaf is not None and row.gathered
+        if row is not None and row.leaf is not None and row.gathered_axes
     ]
     # Copies that are gathered again are told where they end.
     passed_on = {executable.facts.source_of(row.operand) for _, row in rows}
@@ -69,7 +69,7 @@ def gathered(
             continue
         # One that is not sharded as planned is a finding of its own.
         if is_same(target.sharding, sharding, len(side.shapes[leaf])):
-            axes = tuple(axis for axis in program.axis_sizes if axis in row.gathered)
+            axes = tuple(axis for axis in program.axis_sizes if axis in row.gathered_axes)
             of_leaf = sizes[sharding_shown(sharding), axes, reason]
             of_leaf[leaf] = max(size, of_leaf.get(leaf, 0))
     for (spec, axes, reason), of_leaf in sizes.items():

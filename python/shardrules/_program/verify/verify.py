@@ -126,8 +126,8 @@ def findings_and_program(
     limits = limits_of({} if budget is None else budget, executable.mesh)
     library = executable.call.library
     in_targets, out_targets = planned_targets(executable, inputs, outputs)
-    carried = states(executable, inputs, outputs)
-    program = Program(executable, carried, batches(in_targets, carried))
+    of_step = states(executable, inputs, outputs)
+    program = Program(executable, of_step, batches(in_targets, of_step))
     with hlo_errors():
         findings = [
             *(() if limits else nothing_planned(in_targets + out_targets)),
@@ -138,10 +138,10 @@ def findings_and_program(
             *closed_over(executable, large),
             *_for_other_devices(executable, (inputs, outputs)),
             *differing(executable),
-            *large_results(executable.outputs, out_targets, carried, large),
-            *changed(executable, carried),
-            *undonated(executable, carried),
-            *not_donated(executable, carried, large),
+            *large_results(executable.outputs, out_targets, of_step, large),
+            *changed(executable, of_step),
+            *undonated(executable, of_step),
+            *not_donated(executable, of_step, large),
             *gathered(program, in_targets, large),
             *unexpected(program, large, log),
             *computed_alike(program, in_targets),
