@@ -227,7 +227,6 @@ SLOW = partial(scaled, call=lambda x: x - 1e-3 * x.astype("bfloat16").sum(0).ast
 ROWS = np.full((8, 8), 11, "float32")
 REPORTED = {
     "sums behind what is not linear": (summed_late, {}, "error[unequal]"),
-    "sums of positive values": (partial(scaled, call=lambda x: x * jnp.where(x.min() > 0, x.sum(), 1)), {}, "error[unequal]"),
     "roots of variances": (lambda mesh: of_arrays(mesh, lambda a, b: (a + 0, jnp.sqrt(b)), FLOATS, FLOATS), {}, ""),
     "complex": (lambda mesh: of_arrays(mesh, lambda x: (x @ x, x.real), ((8, 8), "complex64", "fsdp", "tp")), {}, ""),
     "complex, other": (partial(scaled, call=numbered, dtype="complex64"), {}, "error[unequal]"),
@@ -265,6 +264,7 @@ def too_many(mesh: Any) -> Any:
 
 
 SAME_ROWS = partial(scaled, call=lambda x: x)
+LONG = partial(scaled, call=lambda x: x, shape=(2**21, 2**8))
 INTEGERS = partial(scaled, call=numbered, dtype="int32")
 REFUSED = {
     "fewer rows": (SAME_ROWS, (ROWS[:4],), r"args has float32\[4, 8\] where the step takes float32\[8, 8\]"),
@@ -276,12 +276,8 @@ REFUSED = {
     "shapes of results": (partial(scaled, call=lambda x: x @ x.T), None, "whose results are others"),
     "no array": (lambda mesh: (jax.jit(lambda: jnp.ones(4)), ()), None, "the step needs no array on"),
     "too large": (too_large, None, r"it needs \S+ TB, of .* let step_on take its sizes"),
-    "an argument": (
-        partial(scaled, call=lambda x: x, shape=(2**21, 2**8)),
-        None,
-        r"an argument has 2\.15 GB, of at most",
-    ),
-    "arguments": (too_many, None, r"for its arguments it needs \S+ TB, of .* let step_on take its sizes"),
+    "an array": (LONG, (np.broadcast_to(np.float32(1), (2**21, 2**8)),), r"args has an array of 2\.15 GB, of at most"),
+    "arguments": (too_many, None, r"it needs \S+ TB, of .* let step_on take its sizes"),
 }
 
 

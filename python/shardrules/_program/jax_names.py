@@ -24,7 +24,7 @@ from shardrules._base.text import Place
 def argument_values(infos: list[Any]) -> list[Any]:
     """Return the shaped values of arguments' infos.
 
-    Fallback: the infos, whose own shapes and dtypes take ten times as long.
+    Fallback: the infos, whose shapes and dtypes take twice as long, and which equal no results.
     """
     with contextlib.suppress(AttributeError):
         return [info._aval for info in infos]
@@ -268,52 +268,56 @@ def devices_without_jax(
 
 
 def run_module(
-    asked: CompilerInput, mesh: Any, shapes: Sequence[tuple[int, ...]]
+    program: CompilerInput, mesh: Any, shapes: Sequence[tuple[int, ...]]
 ) -> tuple[Callable[[list[Any]], list[Any]], int]:
     """Compile a module for the devices of a mesh, to be run in this process.
 
     Returns:
-        What takes placed arrays, and returns those of these shapes; and the bytes that a device
+        What takes arrays of numpy, and returns those of these shapes; and the bytes that a device
         needs.
     """
     import jax
 
     parse = required("jax._src.sharding_impls", "parse_flatten_op_sharding")
-    loaded = compile_input(asked, list(mesh.devices.flat))
-    memory, shardings = loaded.get_compiled_memory_stats(), loaded.get_output_shardings()
+    loaded = compile_input(program, list(mesh.devices.flat))
+    memory = loaded.get_compiled_memory_stats()
     sizes = (getattr(memory, f"{name}_size_in_bytes") for name in ("argument", "output", "temp"))
-    specs = [spec for sharding in shardings or () for spec in parse(sharding, mesh)]
-    specs = specs or [jax.P()] * len(shapes)  # of one device none is told
 
-    def execute(arrays: list[Any]) -> list[Any]:
-        parts = loaded.execute_sharded(arrays).disassemble_into_single_device_arrays()
-        rows = zip(shapes, specs, parts, strict=True)
-        make = jax.make_array_from_single_device_arrays
-        return [make(shape, jax.NamedSharding(mesh, spec), part) for shape, spec, part in rows]
+    def shardings(of_leaves: Any, count: int) -> list[Any]:
+        specs = [spec for sharding in of_leaves or () for spec in parse(sharding, mesh)]
+        return [jax.NamedSharding(mesh, spec) for spec in specs or [jax.P()] * count]  # of a device
 
-    return execute, sum(sizes)
+    def run(arrays: list[Any]) -> list[Any]:
+        placed = jax.device_put(arrays, shardings(loaded.get_parameter_shardings(), len(arrays)))
+        parts = loaded.execute_sharded(placed).disassemble_into_single_device_arrays()
+        rows = zip(
+            shapes, shardings(loaded.get_output_shardings(), len(shapes)), parts, strict=True
+        )
+        return [jax.make_array_from_single_device_arrays(*row) for row in rows]
+
+    return run, sum(sizes)
 
 
-def compile_input(asked: CompilerInput, devices: list[Any], **dumps: Any) -> Any:
+def compile_input(program: CompilerInput, devices: list[Any], **dumps: Any) -> Any:
     """Compile a module for some of these devices; `dumps` say what XLA writes meanwhile."""
     xla_client: Any = importlib.import_module("jaxlib.xla_client")
-    options = xla_client.CompileOptions.ParseFromString(asked.options)
+    options = xla_client.CompileOptions.ParseFromString(program.options)
     # Nothing else is dumped: what the user's process dumps, this one has no flags for.
     others = xla_client.CompileOptions()  # which is kept, as its parts do not keep it
     flags, defaults = (each.executable_build_options.debug_options for each in (options, others))
     for name in dir(defaults):
         if name.startswith("xla_dump"):
             setattr(flags, name, getattr(defaults, name))
-    options.env_option_overrides = [*asked.overrides, *dumps.items()]
+    options.env_option_overrides = [*program.overrides, *dumps.items()]
     device_of = {device.id: device for device in devices}
-    targets = xla_client.DeviceList(tuple(device_of[number] for number in asked.device_ids))
+    targets = xla_client.DeviceList(tuple(device_of[number] for number in program.device_ids))
     client, settings = (
         devices[0].client,
         {"executable_devices": targets, "compile_options": options},
     )
     if devices[0].platform == "cpu":
-        return client.compile_and_load(asked.module, **settings)
-    return client.compile(_parsed(asked.module), **settings)  # libtpu's client takes no bytes
+        return client.compile_and_load(program.module, **settings)
+    return client.compile(_parsed(program.module), **settings)  # libtpu's client takes no bytes
 
 
 def _parsed(module: bytes) -> Any:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
 from shardrules._base.arguments import check_share, check_type
 from shardrules._base.text import bytes_shown, counted, mesh_shown, printable_lines
@@ -32,7 +32,6 @@ from shardrules._program.jax_names import (
     CompilerInput,
     compiler_input,
     kept_arguments,
-    lowered_shardings,
     run_module,
 )
 from shardrules._program.libraries import call_behind, inner_of
@@ -47,15 +46,14 @@ _ROUNDINGS: Final = 8
 """How many times as much as one rounding of the arguments a sharded program may change a result."""
 _STATE: Final = 4
 """A result that is nearer to an argument than this part of its largest value is its next state."""
-_LAST_WORDS: Final = 2000
 _LARGEST: Final = 2 * 10**9
-"""Bytes of an argument: marshal takes 2 GiB."""
+"""Bytes of values that are given for an argument: marshal takes 2 GiB."""
 _Form = tuple[str, tuple[int, ...]]
 """Dtype and shape of an array, as it is stored."""
-_Argument = tuple[str, tuple[int, ...], bytes, bool]
-"""Its form, its values, and whether they are random."""
-_Program = tuple[tuple[Any, ...], dict[str, int], list[tuple[Any, ...]]]
-"""A `CompilerInput`, the mesh, and the specs of the arguments that it uses."""
+_Argument = tuple[str, tuple[int, ...], bytes | None]
+"""Its form, and its values; None of an argument that is to be random."""
+_Program = tuple[tuple[Any, ...], dict[str, int]]
+"""A `CompilerInput`, and the mesh."""
 _SMALLER: Final = (
     "let step_on take its sizes, such as layers, width and rows, as arguments whose defaults are "
     "small"
@@ -91,8 +89,8 @@ def rehearse(
         rtol: The largest difference of a result that is accepted, by its largest value. Default:
             eight times what one rounding of the arguments does to it.
         args: The step's arguments with their values. Default: those that `step_on` gives as
-            arrays, and else random ones: small floats of both signs, and then positive ones, unless
-            those give NaNs, and integers that are rows of every table.
+            arrays, and else random ones: small floats, of both signs or, if these give NaNs,
+            positive; and integers that are rows of every table.
 
     Returns:
         What rounding does not explain.
@@ -115,11 +113,11 @@ def rehearse(
         check_share("rtol", rtol, "1e-5")
     if args is not None:
         check_type("args", args, tuple, "the arguments of the step, as a tuple")
-    asked = as_mesh(mesh, "mesh")
-    sizes, types = dict(asked.shape), asked.axis_types
-    if asked.size > _MOST_DEVICES:
+    target = as_mesh(mesh, "mesh")
+    sizes, types = dict(target.shape), target.axis_types
+    if target.size > _MOST_DEVICES:
         raise ValueError(
-            f"mesh: {mesh_shown(sizes)} are {asked.size:,} devices, of at most {_MOST_DEVICES}: "
+            f"mesh: {mesh_shown(sizes)} are {target.size:,} devices, of at most {_MOST_DEVICES}: "
             "give a small mesh with the same axes"
         )
     single = _Lowered(step_on, dict.fromkeys(sizes, 1), types)
@@ -131,17 +129,8 @@ def rehearse(
                 f"{what} are others, or of other shapes or dtypes; let it use the mesh for "
                 "shardings alone, and make no dimension of a device's own rows"
             )
-    forms = sharded.arguments
-    needed = [jnp.dtype(name).itemsize * prod(shape) for name, shape in forms]
-    if missing := _missing_memory(sum(needed)):
-        raise RuntimeError(f"the step cannot be run here: for its arguments {missing}: {_SMALLER}")
-    if (largest := max(needed, default=0)) > _LARGEST:
-        raise RuntimeError(
-            f"the step cannot be run here: an argument has {bytes_shown(largest)}, of at most "
-            f"{bytes_shown(_LARGEST)}: {_SMALLER}"
-        )
-    arguments, paths = list(_drawn(sharded, args)), sharded.output_paths()
-    devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(asked.size)}
+    arguments, paths = list(_arguments(sharded, args)), sharded.output_paths()
+    devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(target.size)}
     # With 64 bits arrays keep their dtypes, whatever those are.
     settings = {"JAX_ENABLE_X64": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
     child = Child(
@@ -157,7 +146,7 @@ def rehearse(
     with closing(child):
         if error := child.error("the step"):
             fix = f": {_SMALLER}" if error.startswith("MemoryError") else ""
-            lines = f"{error[-_LAST_WORDS:]}{fix}".splitlines()
+            lines = f"{error}{fix}".splitlines()
             raise RuntimeError(printable_lines(["the step cannot be run here:", *lines]))
         rows = zip(paths, json.loads(child.text("findings.json")), strict=True)
     findings = (
@@ -180,23 +169,23 @@ class _Lowered:
         check_step(step, self.args)
         self._lowered, _ = lowered_on(mesh, step, self.args)
         self._inner = inner_of(self._lowered)
-        asked, shardings = compiler_input(self._inner), lowered_shardings(self._inner)
-        kept = kept_arguments(self._inner)
-        if len(asked.device_ids) != mesh.size:
+        program = compiler_input(self._inner)
+        if len(program.device_ids) != mesh.size:
             raise ValueError(
                 f"the step needs no array on {mesh_shown(sizes)}; give it an argument that it uses"
             )
         if jax.__version_info__ < (0, 8) and _NARROW.search(self._inner.as_text()):
             raise RuntimeError("XLA for CPU of JAX 0.7 spoils arrays of 2 and 4 bits: take JAX 0.8")
-        self.kept = kept
         infos = tree_util.tree_leaves(self._inner.args_info)
         self.count = len(infos)
-        self.arguments = [_stored_form(infos[leaf]) for leaf in kept]
-        """Dtype and shape of the arguments that it uses, as they are stored."""
+        """How many arrays the step takes."""
+        self.leaves = kept_arguments(self._inner)
+        """Numbers of those that it uses."""
+        self.arguments = [_stored_form(infos[leaf]) for leaf in self.leaves]
         self.results = [_stored_form(info) for info in tree_util.tree_leaves(self._inner.out_info)]
-        specs = [tuple(s.spec) if (s := shardings[0][leaf]) else () for leaf in kept]
-        plain = {_plain(axis): size for axis, size in sizes.items()}
-        self.program = (tuple(asked), plain, [tuple(map(_plain, spec)) for spec in specs])
+        # Of an enum they are not known to the child.
+        names = {str.__str__(axis): size for axis, size in sizes.items()}
+        self.program: _Program = (tuple(program), names)
 
     @property
     def rounding(self) -> float:
@@ -213,13 +202,6 @@ class _Lowered:
         return [path_of.get(place, f"outputs[{place}]") for place in range(len(self.results))]
 
 
-def _plain(entry: Any) -> Any:
-    """Return an entry of a spec of plain strings: axes of an enum are not known to the child."""
-    if isinstance(entry, tuple):
-        return tuple(map(_plain, entry))
-    return str.__str__(entry) if isinstance(entry, str) else entry
-
-
 def _stored_form(info: Any) -> _Form:
     """Return the dtype and shape in which an array is stored; random keys are integers."""
     if jnp.issubdtype(info.dtype, jax.dtypes.prng_key):
@@ -227,8 +209,8 @@ def _stored_form(info: Any) -> _Form:
     return np.dtype(info.dtype).name, tuple(info.shape)
 
 
-def _drawn(lowered: _Lowered, args: tuple[Any, ...] | None) -> Iterator[_Argument]:
-    """Yield the arguments that a step uses, random ones for those that have no values."""
+def _arguments(lowered: _Lowered, args: tuple[Any, ...] | None) -> Iterator[_Argument]:
+    """Yield the arguments that a step uses, with the values of those that have some."""
     arrays = (
         arg.abstract() if isinstance(arg, Plan) else arg
         for arg in (lowered.args if args is None else args)
@@ -238,35 +220,25 @@ def _drawn(lowered: _Lowered, args: tuple[Any, ...] | None) -> Iterator[_Argumen
         if args is not None:
             raise ValueError(f"args has {counted(len(leaves), 'array')}, not {lowered.count:,}")
         leaves = [None] * lowered.count
-    generator = np.random.default_rng(0)
-    floats = (shape for name, shape in lowered.arguments if "float" in name and len(shape) > 1)
-    rows = min((size for shape in floats for size in shape if size > 1), default=2)
-    for leaf, (name, shape) in zip(lowered.kept, lowered.arguments, strict=True):
-        dtype, value = jnp.dtype(name), leaves[leaf]
+    for leaf, (name, shape) in zip(lowered.leaves, lowered.arguments, strict=True):
+        value, dtype = leaves[leaf], jnp.dtype(name)
         if value is None or isinstance(value, jax.ShapeDtypeStruct):
-            array = _random(dtype, shape, rows, generator)
-            yield name, shape, array.astype(dtype).tobytes(), True
+            yield name, shape, None
             continue
         if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             value = jax.random.key_data(value)
         array = np.asarray(value)
-        is_cut = jnp.issubdtype(array.dtype, jnp.inexact) > jnp.issubdtype(dtype, jnp.inexact)
-        if array.shape != shape or is_cut:
+        loses = jnp.issubdtype(array.dtype, jnp.inexact) > jnp.issubdtype(dtype, jnp.inexact)
+        if array.shape != shape or loses:
             raise ValueError(
                 f"args has {array.dtype.name}{[*array.shape]} where the step takes {name}{[*shape]}"
             )
-        yield name, shape, array.astype(dtype).tobytes(), False
-
-
-def _random(dtype: Any, shape: tuple[int, ...], rows: int, generator: np.random.Generator) -> Any:
-    """Return random values, of which sums are small; integers are tokens, and counts of steps."""
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return generator.normal(size=shape) / max([10, *(size / 8 for size in shape[-2:-1])])
-    if dtype == np.bool_:
-        return generator.random(shape) < 0.5
-    if dtype == np.uint32:  # of keys
-        return generator.integers(0, 2**32, shape, dtype)
-    return generator.integers(0, rows, shape) if shape else np.int64(1)
+        if array.nbytes > _LARGEST:
+            raise ValueError(
+                f"args has an array of {bytes_shown(array.nbytes)}, of at most "
+                f"{bytes_shown(_LARGEST)}: {_SMALLER}"
+            )
+        yield name, shape, array.astype(dtype).tobytes()
 
 
 # In the child.
@@ -287,49 +259,61 @@ def main(
     Their messages are those behind the path of the result.
     """
     run_sharded, run_whole = (_runner(program, results) for program in (sharded, single))
-    values = [np.frombuffer(x, jnp.dtype(name)).reshape(shape) for name, shape, x, _ in arguments]
     # Sums of positive values hide what is not linear, and roots of others are no numbers.
-    is_signed = [row[-1] and _is_inexact(x) for x, row in zip(values, arguments, strict=True)]
-    pairs = zip(values, is_signed, strict=True)
-    positive = [abs(x).astype(x.dtype) if flag else x for x, flag in pairs]
-    draws = [values, positive] if any(is_signed) else [values]
-    findings: list[list[Finding]] = [[] for _ in results]
-    is_compared = False
-    for drawn in draws:
-        variants = [drawn, *(_moved_by_rounding(drawn, rounding, seed) for seed in (1, 2))]
+    for is_positive in (False, True):
+        values = _values(arguments, is_positive=is_positive)
+        variants = [values, *(_moved_by_rounding(values, rounding, seed) for seed in (1, 2))]
         expected = [run_whole(each) for each in variants]
-        is_finite = all(jnp.isfinite(array).all() for array in expected[0] if _is_inexact(array))
-        if not is_finite and (is_compared or drawn is not draws[-1]):
-            continue  # the other values are what the step is made for
-        is_compared = True
-        rows = zip(*expected, run_sharded(drawn), strict=True)
-        variants.append(drawn)
-        for of_result, row in zip(findings, rows, strict=True):
-            if not of_result:
-                arrays = [*map(np.asarray, row)]
-                of_result.extend(_unlike(arrays, variants, rtol) + _unlike_copies(row[-1]))
+        if all(jnp.isfinite(array).all() for array in expected[0] if _is_inexact(array)):
+            break
+    rows = zip(*expected, run_sharded(values), strict=True)
+    variants.append(values)
+    findings = [
+        _unlike([*map(np.asarray, row)], variants, rtol) + _unlike_copies(row[-1]) for row in rows
+    ]
     (folder / "findings.json").write_text(json.dumps(findings), "utf-8")
 
 
-def _runner(program: _Program, results: Sequence[_Form]) -> Callable[[Sequence[Any]], list[Any]]:
+def _runner(program: _Program, results: Sequence[_Form]) -> Callable[[list[Any]], list[Any]]:
     """Compile a program for host devices; what is returned runs it on arrays of numpy."""
-    asked, sizes, specs = program
-    count = prod(sizes.values())
-    devices = np.array(jax.devices("cpu")[:count]).reshape(tuple(sizes.values()))
-    mesh = Mesh(devices, tuple(sizes))
-    execute, bytes_each = run_module(CompilerInput(*asked), mesh, [shape for _, shape in results])
-    if missing := _missing_memory(bytes_each * count):
-        raise MemoryError(missing)
-    shardings = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
-    return lambda arrays: execute(jax.device_put(list(arrays), shardings))
+    compiled_from, sizes = program
+    devices = np.array(jax.devices("cpu")[: prod(sizes.values())])
+    mesh = Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes))
+    shapes = [shape for _, shape in results]
+    run, bytes_each = run_module(CompilerInput(*compiled_from), mesh, shapes)
+    if "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):  # not of macOS and Windows
+        needed, free = (
+            bytes_each * mesh.size,
+            os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        )
+        if needed > free:
+            raise MemoryError(f"it needs {bytes_shown(needed)}, of {bytes_shown(free)}")
+    return run
 
 
-def _missing_memory(needed: int) -> str:
-    """Say that so many bytes are not free; "" if they are, or if the system does not say."""
-    if "SC_AVPHYS_PAGES" not in getattr(os, "sysconf_names", {}):  # macOS, Windows
-        return ""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return f"it needs {bytes_shown(needed)}, of {bytes_shown(free)}" if needed > free else ""
+def _values(arguments: Sequence[_Argument], *, is_positive: bool) -> list[Any]:
+    """Return the values of arguments: as they are given, or random, and the same at each call.
+
+    Sums of random floats are small; random integers are tokens, counts of steps, or of keys.
+    """
+    random, values = np.random.default_rng(0), list[Any]()
+    floats = (shape for name, shape, _ in arguments if "float" in name and len(shape) > 1)
+    rows = min((size for shape in floats for size in shape if size > 1), default=2)
+    for name, shape, data in arguments:
+        dtype = jnp.dtype(name)
+        if data is not None:
+            array: Any = np.frombuffer(data, dtype).reshape(shape)
+        elif jnp.issubdtype(dtype, jnp.inexact):
+            array = random.normal(size=shape) / max([10, *(size / 8 for size in shape[-2:-1])])
+            array = abs(array) if is_positive else array
+        elif dtype == np.bool_:
+            array = random.random(shape) < 0.5
+        elif dtype == np.uint32:
+            array = random.integers(0, 2**32, shape, dtype)
+        else:
+            array = random.integers(0, rows, shape) if shape else np.int64(1)
+        values.append(array.astype(dtype))
+    return values
 
 
 def _is_inexact(array: Any) -> bool:
@@ -375,7 +359,7 @@ def _unlike(
     wide = [x.astype("complex128" if np.iscomplexobj(x) else "float64") for x in results]
     if before is not None:
         pairs = zip(wide, arguments, strict=True)
-        wide = [_change(x, taken[before].astype(x.dtype)) for x, taken in pairs]
+        wide = [_change(x, values[before].astype(x.dtype)) for x, values in pairs]
     size, changes = _largest(wide[0]), [np.abs(_change(x, wide[0])) for x in wide[1:]]
     *by_rounding, by_shards = (float(change.max(initial=0.0)) for change in changes)
     # No measure is finer than the result's own last digit.
