@@ -1,6 +1,5 @@
 """`Topology` of GPUs: hosts, meshes. What needs the compiler for CUDA is skipped without it."""
 
-import importlib.util
 from unittest import mock
 
 import numpy as np
@@ -14,22 +13,13 @@ from tests.support.contexts import needs_cuda
 
 
 def test_without_the_plugin_the_extra_is_named(monkeypatch):
-    find = importlib.util.find_spec
-    missing = ("jax_plugins", *gpu_topology.PLUGINS)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find(name))
-    with pytest.raises(ImportError, match=r"pip install 'jax\[cuda12-local\]'"):
-        sr.Topology("h100:3").mesh(fsdp=3)
-
-
-def test_a_plugin_that_jax_has_not_loaded_is_told(monkeypatch):
     from jax.experimental import topologies
 
     def unknown(*_, **__):
         raise NotImplementedError("topology not implemented for cuda")
 
-    monkeypatch.setattr(gpu_topology, "has_plugin", lambda: True)
     monkeypatch.setattr(topologies, "get_topology_desc", unknown)
-    with pytest.raises(ImportError, match=r"set JAX_PLATFORMS=cpu .* not implemented for cuda"):
+    with pytest.raises(ImportError, match=r"jax\[cuda12-local\].* set JAX_PLATFORMS=cpu .* not implemented for cuda"):
         sr.Topology("h100:3").mesh(fsdp=3)
 
 

@@ -79,7 +79,7 @@ FIGURES = {
         ("name | 9;", "_checkpoint.names", "_MOST_DIGITS", 9),
         ("32 MiB, or", "_rules.rules", "DEFAULT_MEMORY_BUDGET", 32 << 20),
         ("HLO | 131,072 |", "_program.hlo", "_MOST_DEVICES", 131_072),
-        ("| entries of the cache | 100 |", "_program.compiler", "_MOST_KEPT", 100),
+        ("| entries of the cache | 100 |", "_program.compiler", "_CACHE_ENTRIES", 100),
         ("1,200 s", "_program.compiler", "LIMIT", 1200),
     ],
     "findings": [
@@ -102,7 +102,7 @@ FIGURES = {
     ],
     "pod": [
         ("0.87 of the cycles", "_program.work", "LEAST_CYCLES", 0.87),
-        ("the newest 100", "_program.compiler", "_MOST_KEPT", 100),
+        ("the newest 100", "_program.compiler", "_CACHE_ENTRIES", 100),
         ("two compilers at once", "_program.verify.prove", "_AT_ONCE", 2),
     ],
     "rules": [

@@ -8,15 +8,15 @@ from importlib.util import find_spec
 import jax
 import pytest
 
-from shardrules._program.topologies.topology import has_plugin
 
 not_on_jax_0_7 = pytest.mark.skipif(
     jax.__version_info__ < (0, 8),
     reason="JAX 0.7 cannot: CPU programs with pinned_host, constraints where some axes are manual",
 )
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed: make test-all")
+_PLUGINS = find_spec("jax_plugins") and [find_spec(f"jax_plugins.xla_cuda{number}") for number in (12, 13)]
 needs_cuda = pytest.mark.skipif(
-    not has_plugin() or os.environ.get("JAX_PLATFORMS") != "cpu",
+    not any(_PLUGINS or ()) or os.environ.get("JAX_PLATFORMS") != "cpu",
     reason="JAX's plugin for CUDA is not installed, or JAX_PLATFORMS not cpu: see CONTRIBUTING.md",
 )
 measures_memory = pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="ASan keeps what is freed")

@@ -43,7 +43,7 @@ def is_kept(monkeypatch):
         x = jax.ShapeDtypeStruct((8, 8), "float32", sharding=NamedSharding(mesh, spec))
         with ThreadPoolExecutor(1) as thread:  # where no line of a test is a part of the program
             lowered = thread.submit(lowered_on, mesh, jax.jit(function, **options), x).result()
-        return compiler.finished(lowered, mesh)[1] is None
+        return compiler.compile_or_read(lowered, mesh)[1] is None
 
     return is_kept
 
@@ -95,7 +95,7 @@ def test_a_damaged_entry_is_made_anew(folder, is_kept, damage):
 
 
 def test_the_oldest_entries_go(folder, is_kept, monkeypatch):
-    monkeypatch.setattr(compiler, "_MOST_KEPT", 2)
+    monkeypatch.setattr(compiler, "_CACHE_ENTRIES", 2)
     assert not is_kept(with_constant(2))
     (folder / "data.gz").write_text("of the user, older than all")
     os.utime(folder / "data.gz", (0, 0))

@@ -192,23 +192,6 @@ def test_what_a_refused_step_needs_includes_its_arguments():
 
 
 @needs_libtpu
-def test_the_cache_of_jax_is_left_alone(tmp_path):
-    """It is written for described devices, and cannot be read."""
-    settings = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0}
-    before = {name: getattr(jax.config, name) for name in settings}
-    try:
-        for name, value in settings.items():
-            jax.config.update(name, value)
-        x = batch(mesh := sr.Topology("v5e:2x4").mesh(SIZES))
-        sr.prove(lambda x: jnp.sin(x) * 3, x, on=mesh, time=True)
-        assert jax.config.jax_enable_compilation_cache
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-    assert not list(tmp_path.iterdir())
-
-
-@needs_libtpu
 def test_a_program_for_other_devices_is_not_the_one_that_will_run():
     there = sr.Topology("v5e:2x4").mesh(SIZES)
     plan = sr.plan(params(), RULES, there)

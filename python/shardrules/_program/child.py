@@ -1,8 +1,8 @@
-"""Runs what a folder asks for, and ends with its parent: the process of `compiler.Child`.
+"""Runs what its parent asks for, and ends with it: the process of `compiler.Child`.
 
-It runs by its file, `python -P child.py FOLDER PARENT`: the folder's `request` names the module
-whose `main` does it. An error is then in error.txt. The folder goes when the parent does. Its own
-`main` compiles a module until XLA has written what it makes of it to the folder's `dump`.
+It runs by its file, `python -P child.py FOLDER PARENT`. Its input names the module whose `main`
+does it. An error is then in FOLDER/error.txt; the folder goes when the parent does. Its own `main`
+compiles a module until XLA has written what it makes of it to FOLDER/dump.
 """
 
 from __future__ import annotations
@@ -30,28 +30,13 @@ _LAST = {"cpu": ".debug_options", "tpu": "-memory-usage-report.pb"}
 _PAUSE = 0.01
 
 
-def end_with_parent(folder: Path, parent: int) -> NoReturn:
-    """End this process, and remove its folder, when the parent is gone, or closes its pipe."""
-    closed = threading.Event()
-
-    def read() -> None:
-        os.read(0, 1)
-        closed.set()
-
-    threading.Thread(target=read, daemon=True).start()
-    while not closed.wait(0.5) and os.getppid() == parent:
-        pass
-    # In a new program, since XLA's threads would go on writing into the folder.
-    remove = "import shutil, sys; shutil.rmtree(sys.argv[1], ignore_errors=True)"
-    os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", remove, str(folder)])
-
-
 def serve(folder: Path, parent: int) -> NoReturn:
-    """Run what the folder asks for."""
+    """Run what the parent asks for."""
     threading.Thread(target=end_with_parent, args=(folder, parent), daemon=True).start()
-    while not (folder / "request").exists():
-        time.sleep(_PAUSE)
-    path, module, request = marshal.loads((folder / "request").read_bytes())
+    try:
+        path, module, request = marshal.load(sys.stdin.buffer)
+    except EOFError:  # it has ended meanwhile
+        end_with_parent(folder, parent)
     # Where the parent has its packages, behind the standard library.
     packages = ("site-packages", "dist-packages")
     first = [i for i, name in enumerate(sys.path) if name.endswith(packages)]
@@ -67,11 +52,38 @@ def serve(folder: Path, parent: int) -> NoReturn:
     os._exit(0)
 
 
-def written(dump: Path, platform: str) -> list[Path]:
-    """Return the files that XLA writes before it generates code; [] if one is missing."""
-    names = [*FILES, _LAST[platform]]
-    files = [file for name in names for file in dump.glob(f"*{name}")]
-    return files if len(files) == len(names) else []
+def end_with_parent(folder: Path, parent: int) -> NoReturn:
+    """End this process, and remove its folder, when the parent is gone."""
+    while os.getppid() == parent:
+        time.sleep(_PAUSE)
+    # In a new program, since XLA's threads would go on writing into the folder.
+    remove = "import shutil, sys; shutil.rmtree(sys.argv[1], ignore_errors=True)"
+    os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", remove, str(folder)])
+
+
+def main(
+    folder: Path, program: tuple[Any, ...], topology: tuple[str, Any] | None, library: str | None
+) -> None:
+    """Compile a `CompilerInput` for described TPUs by libtpu, its library; or for host devices."""
+    # `serve` has set the path by now.
+    from shardrules._program import jax_names
+
+    gc.disable()  # it ends too soon for that
+    dump, platform = folder / "dump", "cpu" if topology is None else "tpu"
+    threading.Thread(
+        target=end_when_written, args=(dump, platform, jax_names.module_in), daemon=True
+    ).start()
+    try:
+        step = jax_names.CompilerInput(*program)
+        devices = jax_names.devices_without_jax(topology, library, len(step.device_ids))
+        jax_names.compile_input(
+            step, devices,
+            xla_dump_to=str(dump), xla_dump_hlo_as_proto=True, xla_dump_hlo_as_text=True,
+        )  # fmt: skip
+    except BaseException:
+        # For a custom call XLA for CPU has no code.
+        if platform != "cpu" or not written(dump, platform):
+            raise
 
 
 def end_when_written(
@@ -91,29 +103,11 @@ def end_when_written(
         before = sizes
 
 
-def main(
-    folder: Path, program: tuple[Any, ...], topology: tuple[str, Any] | None, library: str | None
-) -> None:
-    """Compile a `CompilerInput` for described TPUs by libtpu, its library; or for host devices."""
-    # Found by now, as `serve` has set the path.
-    from shardrules._program import jax_names
-
-    gc.disable()  # it ends too soon for that
-    dump, platform = folder / "dump", "cpu" if topology is None else "tpu"
-    threading.Thread(
-        target=end_when_written, args=(dump, platform, jax_names.module_in), daemon=True
-    ).start()
-    try:
-        asked = jax_names.CompilerInput(*program)
-        devices = jax_names.devices_without_jax(topology, library, len(asked.device_ids))
-        jax_names.compile_input(
-            asked, devices,
-            xla_dump_to=str(dump), xla_dump_hlo_as_proto=True, xla_dump_hlo_as_text=True,
-        )  # fmt: skip
-    except BaseException:
-        # For a custom call XLA for CPU has no code.
-        if platform != "cpu" or not written(dump, platform):
-            raise
+def written(dump: Path, platform: str) -> list[Path]:
+    """Return the files that XLA writes before it generates code; [] if one is missing."""
+    names = [*FILES, _LAST[platform]]
+    files = [file for name in names for file in dump.glob(f"*{name}")]
+    return files if len(files) == len(names) else []
 
 
 if __name__ == "__main__":

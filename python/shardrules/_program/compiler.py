@@ -1,9 +1,9 @@
 """Asks a compiler what it makes of a lowered step, in a child process that ends before code.
 
 XLA writes the optimized module, its memory report and its live ranges before it generates code,
-which takes most of the time: the child, `child`, ends itself then. It compiles for slices
-of TPUs by libtpu, and for CPUs by XLA for as many host devices. In this process nothing starts:
-no backend, thread, or change of the environment.
+which takes most of the time: the child, `child`, ends itself then. It compiles for slices of TPUs
+by libtpu, and for CPUs by XLA for as many host devices. In this process nothing starts: no backend
+and no thread, and no setting changes. `compile_or_read` has the code as well.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from shardrules._program.jax_names import (
 )
 from shardrules._program.libraries import StoredProgram, inner_of
 from shardrules._program.memory import LiveRanges, OutOfMemory, refusal, refused_bytes
-from shardrules._program.topologies.topology import device_identity, topology_of
+from shardrules._program.topologies.topology import topology_of
 from shardrules._program.topologies.tpu import ENVIRONMENT, Slices, libtpu_path
 
 LIMIT: Final = 1200.0
 """Seconds after which the child is ended: it hangs, or the step is too large for this machine."""
 _LAST_WORDS: Final = 2000
 _NOTE: Final = "shardrules compiled the step, and this is what comes of it"
-_MOST_KEPT: Final = 100
+_CACHE_ENTRIES: Final = 100
 """Texts in the cache; those that are oldest go."""
-_KEPT: Final = f"{'[0-9a-f]' * 64}.gz"
-"""Names of them: whatever else is in that folder is the user's."""
+_CACHE_NAMES: Final = f"{'[0-9a-f]' * 64}.gz"
+"""Whatever else is in that folder is the user's."""
 _FLAGS: Final = ("XLA_", "LIBTPU_", "TPU_")
 _PACKAGES: Final = ("shardrules", "jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "scipy")
 """What children import."""
@@ -77,11 +77,11 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         # An empty entry is the current folder, whichever that is by now.
         path = os.pathsep.join(filter(None, env.get("PYTHONPATH", "").split(os.pathsep)))
-        try:  # and begin it at once: it removes the folder if this process is killed
+        try:
             with open(self.folder / "stderr.txt", "wb") as stderr:
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", child.__file__, str(self.folder), str(os.getpid())],
-                    stdin=subprocess.PIPE,  # which closes when this process ends
+                    stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     stderr=stderr,
                     # libtpu's files of log lines are among those that go with the folder.
@@ -91,9 +91,9 @@ class Child:
             # Not all of sys.path: a folder of scripts in it may have a file of any name.
             files = [sys.modules[name].__file__ for name in _PACKAGES if name in sys.modules]
             places = [str(Path(file).absolute().parents[1]) for file in files if file]
-            asked = marshal.dumps((list(dict.fromkeys(places)), module, request))
-            (self.folder / "request.part").write_bytes(asked)
-            (self.folder / "request.part").rename(self.folder / "request")  # there when it is whole
+            # If it has crashed, `error` tells how.
+            with suppress(BrokenPipeError), self._process.stdin as pipe:  # type: ignore[union-attr]
+                marshal.dump((list(dict.fromkeys(places)), module, request), pipe)
         except BaseException:
             self.close()
             raise
@@ -126,13 +126,11 @@ class Child:
         """End it, and remove its files."""
         if self._process is not None:
             self._process.kill()
-            with suppress(OSError):
-                self._process.stdin.close()  # type: ignore[union-attr]
             self._process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class AskedCompiler(Child):
+class CompilerChild(Child):
     """A child process that compiles a step.
 
     Args:
@@ -205,102 +203,6 @@ class AskedCompiler(Child):
         return stored, self.text("stderr.txt")
 
 
-def has_child(mesh: Any) -> bool:
-    """Say whether a child can be asked for a mesh: of described TPUs, or of CPUs."""
-    topology = topology_of(mesh)
-    return is_of_cpus(mesh) if topology is None else isinstance(topology._layout, Slices)
-
-
-def compile_whole(lowered: Any, mesh: Any) -> Compiled:
-    """Compile a lowered step to its end in this process, as it will run.
-
-    Raises:
-        OutOfMemory: It does not fit.
-    """
-    config: Any = jax.config
-    name = "jax_enable_compilation_cache"
-    before, is_described = getattr(config, name), topology_of(mesh) is not None
-    if is_described:  # of which JAX can write its cache, and cannot read it
-        config.update(name, False)
-    try:
-        return lowered.compile()  # type: ignore[no-any-return]
-    except Exception as error:
-        if numbers := refused_bytes(str(error)):
-            raise OutOfMemory(*numbers, ()) from None
-        error.add_note(_NOTE)
-        raise
-    finally:
-        if is_described:
-            config.update(name, before)
-
-
-def finished(lowered: Any, mesh: Any) -> tuple[str, Compiled | None]:
-    """Compile a lowered step to its end, and of described TPUs keep its text, or read it.
-
-    The folder has gzipped texts, which are read and never unpickled. What is not understood is
-    compiled again. A folder that another user may have written is neither read nor written.
-
-    Returns:
-        The module, which has the compiler's cycles, "" where the backend does not show it; and what
-        JAX or flax has compiled, None if the cache has had the text.
-    """
-    path = _kept_file(lowered, mesh)
-    if path is not None:
-        with suppress(OSError, EOFError, zlib.error, ValueError):  # none, or a damaged one
-            _check_own(path.parent)
-            text = gzip.decompress(path.read_bytes()).decode()
-            check_hlo(text)
-            return text, None
-    compiled = compile_whole(lowered, mesh)
-    text = getattr(compiled, "compiled", compiled).as_text() or ""
-    if path is not None:
-        with suppress(OSError):  # such as no room, or no right to write
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_own(path.parent)
-            replace_file(path, gzip.compress(text.encode(), mtime=0))
-            entries = sorted(path.parent.glob(_KEPT), key=lambda entry: entry.stat().st_mtime)
-            for entry in entries[:-_MOST_KEPT]:
-                entry.unlink()
-    return text, compiled
-
-
-def _kept_file(lowered: Any, mesh: Any) -> Path | None:
-    """Return the file for a lowered step, JAX's version and the flags; None for none."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    # Of nobody's home, and by the standard of a relative folder, there is none.
-    usual = f"{base}/shardrules" if os.path.isabs(base) else ""
-    folder = os.environ.get("SHARDRULES_CACHE", usual)
-    topology = topology_of(mesh)
-    if folder in ("", "off") or topology is None or not isinstance(topology._layout, Slices):
-        return None
-    flags = {name: text for name, text in os.environ.items() if name.startswith(_FLAGS)}
-    asked = compiler_input(inner_of(lowered))
-    if "xla_dump" in f"{flags} {asked.overrides}":
-        return None  # what is to be dumped has to be made
-    facts = device_identity(mesh), jax.__version__, sorted(flags.items()), asked
-    return Path(folder, f"{hashlib.sha256(repr(facts).encode()).hexdigest()}.gz")
-
-
-def _check_own(folder: Path) -> None:
-    """Check that the folder, also behind a link, is this user's, or root's, and not all's.
-
-    Raises:
-        PermissionError: What is in it may be anybody's.
-    """
-    status = folder.stat()
-    if os.name == "posix" and (
-        status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH
-    ):
-        raise PermissionError("another user may have written there")
-
-
-def is_of_cpus(mesh: Any) -> bool:
-    """Say whether a step is compiled by XLA for CPU: a mesh without devices is."""
-    if mesh is None:
-        return jax.default_backend() == "cpu"
-    return not has_devices(mesh) or mesh.devices.flat[0].platform == "cpu"
-
-
 def _environment(slices: Slices | None) -> dict[str, str]:
     """Return the environment of the child: this one, and what the compiler reads of it."""
     env = dict(os.environ)
@@ -329,3 +231,93 @@ def _shardings(inner: Any, mesh: Any, module: Any) -> tuple[list[Any], list[Any]
         pairs = zip(outputs, specs, strict=True)
         outputs = [sharding or NamedSharding(mesh, spec) for sharding, spec in pairs]
     return inputs, outputs
+
+
+def has_child(mesh: Any) -> bool:
+    """Say whether a child can be asked for a mesh: of described TPUs, or of CPUs."""
+    topology = topology_of(mesh)
+    return is_of_cpus(mesh) if topology is None else isinstance(topology._layout, Slices)
+
+
+def is_of_cpus(mesh: Any) -> bool:
+    """Say whether a step is compiled by XLA for CPU: a mesh without devices is."""
+    if mesh is None:
+        return jax.default_backend() == "cpu"
+    return not has_devices(mesh) or mesh.devices.flat[0].platform == "cpu"
+
+
+def compile_whole(lowered: Any) -> Compiled:
+    """Compile a lowered step to its end in this process, as it will run.
+
+    Raises:
+        OutOfMemory: It does not fit.
+    """
+    try:
+        return lowered.compile()  # type: ignore[no-any-return]
+    except Exception as error:
+        if numbers := refused_bytes(str(error)):
+            raise OutOfMemory(*numbers, ()) from None
+        error.add_note(_NOTE)
+        raise
+
+
+def compile_or_read(lowered: Any, mesh: Any) -> tuple[str, Compiled | None]:
+    """Compile a lowered step to its end; for described TPUs keep the text, or read what is kept.
+
+    The folder has gzipped texts, which are read and never unpickled. What is not understood is
+    compiled again. A folder that another user may have written is neither read nor written.
+
+    Returns:
+        The module, which has the compiler's cycles, "" where the backend does not show it; and what
+        JAX or flax has compiled, None if the cache has had the text.
+    """
+    path = _cache_file(lowered, mesh)
+    if path is not None:
+        with suppress(OSError, EOFError, zlib.error, ValueError):  # none, or a damaged one
+            _check_own(path.parent)
+            text = gzip.decompress(path.read_bytes()).decode()
+            check_hlo(text)
+            return text, None
+    compiled = compile_whole(lowered)
+    text = getattr(compiled, "compiled", compiled).as_text() or ""
+    if path is not None:
+        with suppress(OSError):  # such as no room, or no right to write
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_own(path.parent)
+            replace_file(path, gzip.compress(text.encode(), mtime=0))
+            entries = sorted(
+                path.parent.glob(_CACHE_NAMES), key=lambda entry: entry.stat().st_mtime
+            )
+            for entry in entries[:-_CACHE_ENTRIES]:
+                entry.unlink()
+    return text, compiled
+
+
+def _cache_file(lowered: Any, mesh: Any) -> Path | None:
+    """Return the file for a step, its devices, versions and flags; None where nothing is kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    # Of nobody's home, and by the standard of a relative folder, there is none.
+    usual = f"{base}/shardrules" if os.path.isabs(base) else ""
+    folder, topology = os.environ.get("SHARDRULES_CACHE", usual), topology_of(mesh)
+    if folder in ("", "off") or topology is None or not isinstance(topology._layout, Slices):
+        return None
+    flags = {name: text for name, text in os.environ.items() if name.startswith(_FLAGS)}
+    program = compiler_input(inner_of(lowered))
+    if "xla_dump" in f"{flags} {program.overrides}":
+        return None  # what is to be dumped has to be made
+    versions = jax.__version__, mesh.devices.flat[0].client.platform_version
+    facts = topology._layout, versions, sorted(flags.items()), program
+    return Path(folder, f"{hashlib.sha256(repr(facts).encode()).hexdigest()}.gz")
+
+
+def _check_own(folder: Path) -> None:
+    """Check that the folder, also behind a link, is this user's, or root's, and not all's.
+
+    Raises:
+        PermissionError: What is in it may be anybody's.
+    """
+    status = folder.stat()
+    if os.name == "posix" and (
+        status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH
+    ):
+        raise PermissionError("another user may have written there")

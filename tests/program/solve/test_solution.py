@@ -180,8 +180,8 @@ def answered(answer):
 
 def test_a_layout_that_the_compiler_refuses_or_fails_at_is_no_answer(few, monkeypatch):
     crash = mock.Mock(side_effect=RuntimeError("the compiler has crashed, by signal 6. Its last words: none"))
-    real, answers = prove.AskedCompiler, iter(map(answered, (refuse, crash)))
-    monkeypatch.setattr(prove, "AskedCompiler", lambda *args: next(answers, None) or real(*args))
+    real, answers = prove.CompilerChild, iter(map(answered, (refuse, crash)))
+    monkeypatch.setattr(prove, "CompilerChild", lambda *args: next(answers, None) or real(*args))
     solution = solved(FEW, HERE)
     assert not solution.candidates[0].refusal
     refusals = {row.what: row.refusal for row in solution.candidates if row.refusal}
@@ -194,7 +194,7 @@ def test_a_layout_that_the_compiler_refuses_or_fails_at_is_no_answer(few, monkey
 def test_if_all_are_refused_layouts_that_need_less_are_compiled(few, monkeypatch):
     rooms = []
     monkeypatch.setattr(solving, "best_of", lambda searches: rooms.append(searches[0].hbm) or best_of(searches))
-    monkeypatch.setattr(prove, "AskedCompiler", lambda *_: answered(refuse))
+    monkeypatch.setattr(prove, "CompilerChild", lambda *_: answered(refuse))
     with pytest.raises(ValueError, match="nothing fits: the compiler refuses all of the") as error:
         solved(MANY, HERE)
     assert "FSDP on fsdp=4,tp=2: it needs 200 GB of 103 GB" in str(error.value)

@@ -54,7 +54,7 @@ def test_a_wrong_budget_is_a_value_error(compiled, budget, told):
 
 
 def test_prove_tells_it_before_anything_is_compiled(monkeypatch):
-    monkeypatch.setattr("shardrules._program.verify.prove.AskedCompiler", None)
+    monkeypatch.setattr("shardrules._program.verify.prove.CompilerChild", None)
     with pytest.raises(ValueError, match=r"did you mean fsdp\?"):
         sr.prove(lambda x: x, np.ones(8, "float32"), on={"fsdp": 2}, budget={"fdsp": 1})
 

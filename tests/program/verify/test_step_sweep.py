@@ -78,7 +78,7 @@ def test_answers_are_rows_that_keep_their_heading():
 
 def test_an_interrupt_keeps_the_rows_that_are_there(monkeypatch, tmp_path):
     closed = []
-    answer, close = compiler.AskedCompiler.answer, compiler.AskedCompiler.close
+    answer, close = compiler.CompilerChild.answer, compiler.CompilerChild.close
     calls = itertools.count()
 
     def interrupted(self):
@@ -87,8 +87,8 @@ def test_an_interrupt_keeps_the_rows_that_are_there(monkeypatch, tmp_path):
         return answer(self)
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(compiler.AskedCompiler, "answer", interrupted)
-    monkeypatch.setattr(compiler.AskedCompiler, "close", lambda self: (closed.append(self), close(self)))
+    monkeypatch.setattr(compiler.CompilerChild, "answer", interrupted)
+    monkeypatch.setattr(compiler.CompilerChild, "close", lambda self: (closed.append(self), close(self)))
     rows = sr.sweep(step_on, {"fsdp": 2, "tp": 1}, batch=[16, 32, 48])
     assert [row.choices["batch"] for row in rows] == [16]
     assert not rows.is_whole

@@ -1,8 +1,7 @@
-"""`Topology`: TPUs and GPUs as their compilers see them, without the hardware."""
+"""`Topology`: slices of TPUs or hosts of GPUs as their compilers see them, without the hardware."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,100 +22,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from jax.sharding import AxisType, Mesh
 
-GPUS: Final = {"h100": "H100", "h200": "H200", "b200": "B200", "gb200": "GB200"}
-"""Names in `hardware.toml` by those in topologies."""
-PLUGINS: Final = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """Hosts of GPUs, which NVLink connects within a host, and the network between hosts."""
-
-    hardware: str
-    shape: tuple[int, int]
-    """GPUs of a host, and hosts."""
-
-    @classmethod
-    def parse(cls, kind: str, name: str, slices: int) -> Hosts:
-        """Return the hosts that a topology's name says."""
-        match = re.fullmatch(r"\w+:(\d{1,5})(?:x(\d{1,5}))?", name)
-        shape = (int(match[1]), int(match[2] or 1)) if match else (0, 0)
-        limit = Hardware.named(GPUS[kind]).link_devices
-        if 0 in shape or shape[0] > limit or slices > 1:
-            raise ValueError(
-                f"the name {name!r}{f' with slices={slices}' if slices > 1 else ''} is no "
-                f"topology's: give the GPUs of a host, of which NVLink connects {limit} at most, "
-                f"and how many hosts there are, such as '{kind}:{limit}x16'; slices are of TPUs"
-            )
-        return cls(GPUS[kind], shape)
-
-    @property
-    def device_count(self) -> int:
-        """GPUs of all hosts."""
-        return self.shape[0] * self.shape[1]
-
-    def described(self) -> tuple[Any, ...]:
-        """Return the GPUs, in the order of their ids, as JAX's compiler has them."""
-        from jax.experimental import topologies
-
-        if not has_plugin():
-            raise ImportError(
-                "the compiler for CUDA is JAX's plugin, which is not installed: pip install "
-                "'jax[cuda12-local]', which needs neither a GPU nor NVIDIA's libraries"
-            )
-        config = target_config(self.hardware)
-        sizes = f"{self.shape[1]}x1x{self.shape[0]}"
-        try:
-            topology = topologies.get_topology_desc(
-                platform="cuda", topology_name="", target_config=config, topology=sizes
-            )
-        except NotImplementedError as error:
-            raise ImportError(
-                "JAX has not loaded its plugin for CUDA: without a GPU set JAX_PLATFORMS=cpu in "
-                "the environment, before JAX starts; and the plugin must be of jaxlib's version, "
-                f"{version('jaxlib')}: pip install 'jax[cuda12-local]'. JAX says: {error}"
-            ) from error
-        return tuple(topology.devices)
-
-    def arrange(
-        self, devices: Sequence[Any], sizes: Mapping[str, int], *, is_split: bool
-    ) -> npt.NDArray[np.object_]:
-        """Lay devices in the order of their ids, as jax.make_mesh does with GPUs."""
-        import numpy as np
-
-        del is_split  # a switch connects all alike
-        return np.array(devices, dtype=object).reshape(tuple(sizes.values()))
-
-    def place(self, device: Any) -> tuple[int, ...]:
-        """Return the host of a device, and its number in it."""
-        host, number = divmod(device.id, self.shape[0])
-        return host, number
-
-    def links(self, counts: Sequence[int]) -> Links:
-        """Return how devices of a host are connected: an axis has all links of a device."""
-        hardware = Hardware.named(self.hardware)
-        return Links(hardware.link if counts[0] > 1 else "", hardware.link_bytes_per_second, ())
-
-
-def target_config(hardware: str) -> str:
-    """Return a GPU's facts as XLA reads them: the text form of its GpuTargetConfigProto."""
-    facts = compiler_facts(hardware)
-    text = (resources.files("shardrules._program.topologies") / "gpu_target.txt").read_text("utf-8")
-    rates = {"gigahertz": facts["clock"] / 1e9, "bandwidth": int(facts["memory_bytes_per_second"])}
-    return Template(text).substitute(facts, **rates)
-
-
-def has_plugin() -> bool:
-    """Say whether JAX's plugin for CUDA is installed."""
-    if importlib.util.find_spec("jax_plugins") is None:
-        return False
-    return any(importlib.util.find_spec(name) is not None for name in PLUGINS)
-
-
-_LAYOUTS: Final[Mapping[str, Callable[[str, str, int], Slices | Hosts]]] = {
-    **dict.fromkeys(GENERATIONS, Slices.parse),
-    **dict.fromkeys(GPUS, Hosts.parse),
-}
 _NICKNAMES: Final = {"trillium": "v6e", "v5litepod": "v5e"} | dict.fromkeys(
     ("ironwood", "v7", "v7x", "7x"), "tpu7x"
 )
@@ -156,12 +61,13 @@ class Topology:
 
     def __post_init__(self) -> None:
         check_type("name", self.name, str, _FORM)
+        object.__setattr__(self, "name", self.name.lower())
         object.__setattr__(self, "slices", integer("slices", self.slices, 1))
         _ = self._layout  # which refuses what is no topology
 
     @cached_property
     def _layout(self) -> Slices | Hosts:
-        kind = re.split(r"[:-]", self.name, maxsplit=1)[0].lower()
+        kind = re.split(r"[:-]", self.name, maxsplit=1)[0]
         if kind not in _LAYOUTS:
             named = _NICKNAMES.get(kind)
             near = [named] if named else near_names(kind, _LAYOUTS, least=0.6)
@@ -196,10 +102,7 @@ class Topology:
         Raises:
             ImportError: The compiler is not installed.
         """
-        devices = _described_devices(self._layout)
-        if devices[0] not in _DESCRIBED:
-            _DESCRIBED.update(dict.fromkeys(devices, self))
-        return devices
+        return _described_devices(self)
 
     def mesh(
         self,
@@ -240,9 +143,7 @@ class Topology:
                 f"Topology.meshes({tuple(sizes)}) lists them"
             )
         try:
-            devices = self._arranged(sizes, is_split=False)
-        except NotImplementedError:
-            devices = self._arranged(sizes, is_split=True)
+            devices = self._layout.arrange(self.devices, sizes, is_split=True)
         except ImportError as error:
             raise ImportError(
                 f"{error}. Or ask XLA for CPU, whose partitioner may choose otherwise, with the "
@@ -250,9 +151,6 @@ class Topology:
             ) from None
         types = None if axis_types is None else tuple(axis_types)
         return Mesh(devices, tuple(sizes), axis_types=types)
-
-    def _arranged(self, sizes: Mapping[str, int], *, is_split: bool) -> npt.NDArray[np.object_]:
-        return self._layout.arrange(self.devices, sizes, is_split=is_split)
 
     def meshes(self, axes: Sequence[str]) -> list[dict[str, int]]:
         """List the sizes of these axes that JAX builds without splitting a dimension.
@@ -277,7 +175,7 @@ class Topology:
         for shape in mesh_shapes(self.device_count, len(axes)):
             sizes = dict(zip(axes, shape, strict=True))
             try:
-                self._arranged(sizes, is_split=False)
+                self._layout.arrange(self.devices, sizes, is_split=False)
                 unsplit.append(sizes)
             except (NotImplementedError, ValueError):
                 split.append(sizes)
@@ -335,35 +233,21 @@ def _most_along(places: npt.NDArray[np.int64], axes: Sequence[int]) -> list[int]
     return [int(most) + 1 for most in steps.max(axis=0)]
 
 
-def topology_shown(topology: Topology) -> str:
-    """Return its name, and how many slices there are of it."""
-    return topology.name if topology.slices == 1 else f"{topology.slices} slices of {topology.name}"
+_DESCRIBED: Final[dict[Any, Topology]] = {}
+"""By device, the topology that has described it."""
 
 
 @cache
-def _described_devices(layout: Slices | Hosts) -> tuple[Any, ...]:
+def _described_devices(topology: Topology) -> tuple[Any, ...]:
     """Return the devices of a topology; those of another description would be others to JAX."""
-    return layout.described()
+    devices = topology._layout.described()
+    _DESCRIBED.update(dict.fromkeys(devices, topology))
+    return devices
 
 
-_DESCRIBED: Final[dict[Any, Topology]] = {}
-"""By device, the first topology that has named it."""
-
-
-def hardware_on(topology: Topology | None, hardware: Hardware | str | None) -> Any:
-    """Return the hardware that is given, or that of a topology, which it must not contradict.
-
-    Raises:
-        ValueError: They are of different devices.
-    """
-    if topology is None or hardware is None:
-        return hardware if topology is None else topology.hardware
-    name, asked = topology.hardware.name, as_hardware("hardware", hardware)
-    if asked.name != name:
-        raise ValueError(
-            f"hardware is {asked.name!r}, and {topology_shown(topology)} has {name}: leave it out"
-        )
-    return asked
+def topology_shown(topology: Topology) -> str:
+    """Return its name, and how many slices there are of it."""
+    return topology.name if topology.slices == 1 else f"{topology.slices} slices of {topology.name}"
 
 
 def topology_of(mesh: Any) -> Topology | None:
@@ -384,10 +268,103 @@ def memory_limit(mesh: Mesh) -> int | None:
     return (first.memory_stats() or {}).get("bytes_limit") if first.platform == "gpu" else None
 
 
-def device_identity(mesh: Mesh) -> tuple[Any, ...]:
-    """Return what tells the devices of a mesh, and their order, from all others: for a key."""
-    first = mesh.devices.flat[0]
-    numbers = [device.id for device in mesh.devices.flat]
-    topology = _DESCRIBED.get(first)
-    layout = repr(topology and topology._layout)
-    return layout, first.device_kind, first.client.platform_version, numbers
+def hardware_on(topology: Topology | None, hardware: Hardware | str | None) -> Any:
+    """Return the hardware that is given, or that of a topology, which it must not contradict.
+
+    Raises:
+        ValueError: They are of different devices.
+    """
+    if topology is None or hardware is None:
+        return hardware if topology is None else topology.hardware
+    name, same = topology.hardware.name, as_hardware("hardware", hardware)
+    if same.name != name:
+        raise ValueError(
+            f"hardware is {same.name!r}, and {topology_shown(topology)} has {name}: leave it out"
+        )
+    return same
+
+
+# GPUs; for TPUs see `tpu`.
+
+GPUS: Final = {"h100": "H100", "h200": "H200", "b200": "B200", "gb200": "GB200"}
+"""Names in `hardware.toml` by those in topologies."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Hosts of GPUs, which NVLink connects within a host, and the network between hosts."""
+
+    hardware: str
+    shape: tuple[int, int]
+    """GPUs of a host, and hosts."""
+
+    @classmethod
+    def parse(cls, kind: str, name: str, slices: int) -> Hosts:
+        """Return the hosts that a topology's name says."""
+        match = re.fullmatch(r"\w+:(\d{1,5})(?:x(\d{1,5}))?", name)
+        shape = (int(match[1]), int(match[2] or 1)) if match else (0, 0)
+        limit = Hardware.named(GPUS[kind]).link_devices
+        if 0 in shape or shape[0] > limit or slices > 1:
+            raise ValueError(
+                f"the name {name!r}{f' with slices={slices}' if slices > 1 else ''} is no "
+                f"topology's: give the GPUs of a host, of which NVLink connects {limit} at most, "
+                f"and how many hosts there are, such as '{kind}:{limit}x16'; slices are of TPUs"
+            )
+        return cls(GPUS[kind], shape)
+
+    @property
+    def device_count(self) -> int:
+        """GPUs of all hosts."""
+        return self.shape[0] * self.shape[1]
+
+    def described(self) -> tuple[Any, ...]:
+        """Return the GPUs, in the order of their ids, as JAX's compiler has them."""
+        from jax.experimental import topologies
+
+        config = target_config(self.hardware)
+        sizes = f"{self.shape[1]}x1x{self.shape[0]}"
+        try:
+            topology = topologies.get_topology_desc(
+                platform="cuda", topology_name="", target_config=config, topology=sizes
+            )
+        except NotImplementedError as error:
+            raise ImportError(
+                "JAX has no compiler for CUDA, which is in its plugin, and needs neither a GPU nor "
+                "NVIDIA's libraries: pip install 'jax[cuda12-local]', of jaxlib's version, "
+                f"{version('jaxlib')}. Without a GPU set JAX_PLATFORMS=cpu in the environment, "
+                f"before JAX starts. JAX says: {error}"
+            ) from error
+        return tuple(topology.devices)
+
+    def arrange(
+        self, devices: Sequence[Any], sizes: Mapping[str, int], *, is_split: bool
+    ) -> npt.NDArray[np.object_]:
+        """Lay devices in the order of their ids, as jax.make_mesh does with GPUs."""
+        import numpy as np
+
+        del is_split  # a switch connects all alike
+        return np.array(devices, dtype=object).reshape(tuple(sizes.values()))
+
+    def place(self, device: Any) -> tuple[int, ...]:
+        """Return the host of a device, and its number in it."""
+        host, number = divmod(device.id, self.shape[0])
+        return host, number
+
+    def links(self, counts: Sequence[int]) -> Links:
+        """Return how devices of a host are connected: an axis has all links of a device."""
+        hardware = Hardware.named(self.hardware)
+        return Links(hardware.link if counts[0] > 1 else "", hardware.link_bytes_per_second, ())
+
+
+def target_config(hardware: str) -> str:
+    """Return a GPU's facts as XLA reads them: the text form of its GpuTargetConfigProto."""
+    facts = compiler_facts(hardware)
+    text = (resources.files("shardrules._program.topologies") / "gpu_target.txt").read_text("utf-8")
+    rates = {"gigahertz": facts["clock"] / 1e9, "bandwidth": int(facts["memory_bytes_per_second"])}
+    return Template(text).substitute(facts, **rates)
+
+
+_LAYOUTS: Final[Mapping[str, Callable[[str, str, int], Slices | Hosts]]] = {
+    **dict.fromkeys(GENERATIONS, Slices.parse),
+    **dict.fromkeys(GPUS, Hosts.parse),
+}

@@ -6,8 +6,7 @@ import importlib
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -127,12 +126,26 @@ class Slices:
         return f"{self.generation}:{'x'.join(map(str, self.shape))}", options
 
     def described(self) -> tuple[Any, ...]:
-        """Return the devices as the compiler has them."""
+        """Return the devices as the compiler has them.
+
+        Raises:
+            ImportError: It is not installed.
+        """
         from jax.experimental import topologies
 
+        if importlib.util.find_spec("libtpu") is None:
+            raise ImportError(
+                "the TPU's compiler is in the package libtpu, which is not installed: pip install "
+                "'jax[tpu]' (Google's terms: https://pypi.org/project/libtpu)"
+            )
         name, options = self.description
-        with libtpu_environment():
+        unset = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
+        os.environ.update(unset)  # which libtpu reads as it is loaded
+        try:
             topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+        finally:
+            for name in unset:
+                os.environ.pop(name, None)
         return tuple(topology.devices)
 
     def arrange(
@@ -193,27 +206,6 @@ class Slices:
         if kind.dimensions == 2:
             return size == kind.ring
         return all(count % kind.ring == 0 for count in self.shape)
-
-
-@contextmanager
-def libtpu_environment() -> Iterator[None]:
-    """Set what libtpu reads from its environment as it is loaded, as far as it is not set.
-
-    Raises:
-        ImportError: It is not installed.
-    """
-    if importlib.util.find_spec("libtpu") is None:
-        raise ImportError(
-            "the TPU's compiler is in the package libtpu, which is not installed: pip install "
-            "'jax[tpu]' (Google's terms: https://pypi.org/project/libtpu)"
-        )
-    missing = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
-    os.environ.update(missing)
-    try:
-        yield
-    finally:
-        for name in missing:
-            os.environ.pop(name, None)
 
 
 def libtpu_path() -> str:

@@ -18,7 +18,7 @@ from shardrules._plan.answers import Table
 from shardrules._plan.findings import Findings, Level
 from shardrules._plan.kinds import DEFAULT_LARGE
 from shardrules._plan.plan import Plan
-from shardrules._program.compiler import AskedCompiler, finished, has_child, is_of_cpus
+from shardrules._program.compiler import CompilerChild, compile_or_read, has_child, is_of_cpus
 from shardrules._program.hlo import Collective
 from shardrules._program.lowering import (
     On,
@@ -238,9 +238,9 @@ class AskedProof:
         self._unplaced = [list(map(is_unplaced, tree_util.tree_leaves(arg))) for arg in args]
         self._lowered, self._notes = lowered_on(mesh, step, args)
         self._begin = perf_counter()
-        self._compiler: AskedCompiler | None = None
+        self._compiler: CompilerChild | None = None
         if has_child(self._mesh):
-            self._compiler = AskedCompiler(self._lowered, self._mesh)
+            self._compiler = CompilerChild(self._lowered, self._mesh)
 
     def close(self) -> None:
         """End the compiler."""
@@ -255,7 +255,7 @@ class AskedProof:
         has_code = self._needs_code or answer is None
         if has_code:
             begin = perf_counter()
-            text, compiled = finished(self._lowered, mesh)
+            text, compiled = compile_or_read(self._lowered, mesh)
         seconds = perf_counter() - begin
         room = self._room
         if room is None and mesh is not None and has_devices(mesh):
