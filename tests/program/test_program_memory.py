@@ -161,7 +161,7 @@ ENTRY %main (x: f32[64,64]) -> bf16[64,64] {
 def test_a_fusion_that_ends_in_a_cast_is_not_named_by_what_it_reads():
     values = Values(Hlo(CAST))
     row = Alive(*values.of("main", "fusion"), 2**13)
-    assert DeviceArrays(values).buffer(row).what == "jit(f)/tanh"
+    assert DeviceArrays(values).buffer(row, {}).what == "jit(f)/tanh"
 
 
 LASTING = """\
@@ -186,7 +186,7 @@ def test_arrays_that_last():
     values = Values(Hlo(LASTING))
     arrays, rows = DeviceArrays(values), {}
     for row in arrays.lasting():
-        rows[values.lines[row.node].name] = (row.bytes, row.is_output, arrays.buffer(row).what)
+        rows[values.lines[row.node].name] = (row.bytes, row.is_output, arrays.buffer(row, {}).what)
     update = (64, False, "jit(f)/jvp()/part")  # by what is written
     assert rows == {"a": (64, False, "a"), "kept": update, "out": (8, True, "output")}
     assert [arrays.is_saved(*values.of("main", name)) for name in ("zeros", "part", "kept")] == [True, False, True]

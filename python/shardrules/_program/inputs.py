@@ -77,7 +77,7 @@ class _SideTargets:
     def __init__(self, side: Side, executable: Executable) -> None:
         self.targets: list[PlannedSharding | None] = []
         self._side, self._executable = side, executable
-        self._records: dict[int, PlannedSharding] = {}
+        self._records: dict[Any, PlannedSharding] = {}
         self._verb = "takes" if side.name == "inputs" else "returns"
 
     def fill_arguments(self, plans: Any) -> None:
@@ -133,7 +133,7 @@ class _SideTargets:
             self.targets += [target] * treedef.num_leaves
 
     def _record(self, at: str, planned: Any) -> PlannedSharding:
-        if id(planned) not in self._records:
+        if planned not in self._records:
             kind, sharding = None, planned
             if is_partition_spec(planned):
                 sharding = NamedSharding(self._mesh(at, None), as_partition_spec(planned))
@@ -142,8 +142,8 @@ class _SideTargets:
                 sharding = NamedSharding(mesh, planned.spec)
             else:
                 kind = memory_apart(planned)
-            self._records[id(planned)] = PlannedSharding(sharding, kind)
-        return self._records[id(planned)]
+            self._records[planned] = PlannedSharding(sharding, kind)
+        return self._records[planned]
 
     def _of_plan(self, at: str, plan: Plan, treedef: Any) -> list[PlannedSharding]:
         rows, structure = plan._leaves.flat
@@ -161,11 +161,9 @@ class _SideTargets:
                 f"{at}: the plan is for other shapes: {plan.paths[row]} is planned as {wrong}, and "
                 f"there is {shape}; plan the tree that the function {self._verb}"
             )
-        planned = plan.mesh
-        if has_devices(planned) and not is_of_other_kind(self._executable, planned):
-            mesh: Any = planned
-        else:
-            mesh = self._mesh(at, sized_mesh(planned).axis_sizes)
+        mesh: Any = plan.mesh
+        if not has_devices(mesh) or other_kinds(self._executable, plan):
+            mesh = self._mesh(at, sized_mesh(mesh).axis_sizes)
         of_kind = [
             PlannedSharding(
                 NamedSharding(mesh, as_partition_spec(spec)),
@@ -221,24 +219,13 @@ def _is_entry(node: Any) -> bool:
     return node is None or isinstance(node, Plan | PartitionSpec | Sharding)
 
 
-def is_of_other_kind(executable: Executable, mesh: Any) -> bool:
-    """Say whether a mesh has devices of another kind than those of the executable."""
-    mine = executable.mesh
-    return (
-        mine is not None
-        and has_devices(mesh)
-        and mesh.devices.flat[0].device_kind != executable.device_kind
-    )
-
-
 def other_kinds(executable: Executable, planned: Any) -> list[str]:
     """List the kinds of devices that plans are for, and the executable is not."""
-    leaves = tree_util.tree_leaves(planned)
-    meshes: list[Any] = [leaf.mesh for leaf in leaves if isinstance(leaf, Plan)]
-    kinds = [
-        mesh.devices.flat[0].device_kind for mesh in meshes if is_of_other_kind(executable, mesh)
-    ]
-    return sorted(set(kinds))
+    if executable.mesh is None:
+        return []
+    meshes = (leaf.mesh for leaf in tree_util.tree_leaves(planned) if isinstance(leaf, Plan))
+    kinds = {mesh.devices.flat[0].device_kind for mesh in meshes if has_devices(mesh)}
+    return sorted(kinds - {executable.device_kind})
 
 
 def _misfit(message: str) -> ValueError:

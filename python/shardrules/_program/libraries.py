@@ -222,11 +222,11 @@ def _trees(
     loose = [place for place, tree in enumerate(trees) if tree is None]
     widths = [len(tree_util.tree_leaves(tree)) for tree in trees]
     rest = len(numbers) - sum(widths)
-    nobody_s = [place for place in loose if plans[place] is None]
+    nones = [place for place in loose if plans[place] is None]
     if rest == len(loose):
         for place in loose:
             widths[place] = 1
-    elif len(loose) == 1 or (loose and loose == nobody_s == [*range(loose[0], loose[-1] + 1)]):
+    elif len(loose) == 1 or (loose and loose == nones == [*range(loose[0], loose[-1] + 1)]):
         widths[loose[0]] = max(rest, 0)
     parts = [numbers[begin:end] for begin, end in pairwise(accumulate(widths, initial=0))]
     if sum(map(len, parts)) != len(numbers) or not all(

@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
 from traceback import walk_tb
 from types import FrameType
 from typing import Any, Final, TypeAlias
@@ -77,6 +76,59 @@ _FIXES: Final = {
 """What to do, by a part of what JAX says of a step that it does not lower."""
 
 
+def check_step_on(step_on: Any) -> None:
+    """Check that it may be a function that makes the step for a mesh, and is not the step."""
+    if not callable(step_on) or hasattr(step_on, "lower"):
+        raise TypeError(
+            f"step_on is {shown(step_on)}; it must be a function of a mesh that makes the step: "
+            "def step_on(mesh), which ends with return step, (plan, batch), plan"
+        )
+
+
+def step_parts(result: Any, source: str) -> tuple[Any, ...]:
+    """Return (step, arguments, outputs) or (step, arguments) of what a user's function gives."""
+    is_tuple = isinstance(result, tuple) and len(result) in (2, 3)
+    if not is_tuple or not isinstance(result[1], tuple):
+        kinds = ", ".join(type(part).__name__ for part in result) if type(result) is tuple else ""
+        raise TypeError(
+            f"{source}: this gives {f'({kinds})' if kinds else shown(result)}; it must be (step, "
+            "arguments, outputs) or (step, arguments), where arguments is a tuple: write "
+            "return step, (plan, batch), plan"
+        )
+    return tuple(result)
+
+
+def check_step(step: Any, args: tuple[Any, ...]) -> None:
+    """Check that a step is a function, and that no argument is what another parameter takes."""
+    of_mesh = "step, arguments, outputs = step_on(mesh), and step, *arguments, outputs=outputs"
+    if not callable(step) or isinstance(step, Compiled):
+        hint = "; the step comes first, and then its arguments" if any(map(callable, args)) else ""
+        if isinstance(step, tuple):
+            hint = f": write {of_mesh}"
+        raise TypeError(
+            f"step is {shown(step)}; give the function, or what jax.jit makes of it{hint}"
+        )
+    for place, arg in enumerate(args):
+        hint, kind = "", argument_kind(arg)
+        if isinstance(arg, Topology | Mesh):
+            hint = "; write it as on=..."
+        elif isinstance(arg, dict) and kind == "mesh":
+            hint = f", a mesh: write on=...; of a function that takes one {of_mesh}"
+        elif kind == "rules":
+            hint = ", which are rules; give their plan, shardrules.plan(tree, rules, mesh)"
+        elif not isinstance(arg, Plan) and any(map(_is_plan, tree_util.tree_leaves(arg))):
+            hint = (
+                f", a Plan in a {type(arg).__name__}, and a plan is a whole argument: write the "
+                "arguments one by one, as in prove(step, plan, batch), or plan the tree of both"
+            )
+        if hint:
+            raise TypeError(f"argument {place} of the step is {shown(arg)}{hint}")
+
+
+def _is_plan(leaf: Any) -> bool:
+    return isinstance(leaf, Plan)
+
+
 def target_mesh(on: On, args: Iterable[Any]) -> AnyMesh:
     """Return the mesh to compile for: with a topology, of the axes of the arguments."""
     what = (
@@ -118,128 +170,6 @@ def meshes_of(args: Iterable[Any]) -> Iterator[Any]:
             mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
             if mesh is not None:
                 yield mesh
-
-
-def placed_on(
-    args: tuple[Any, ...], mesh: AnyMesh | None, *, is_free: bool = False
-) -> tuple[Any, ...]:
-    """Return the arguments as shapes that are sharded on the mesh by the same axes.
-
-    An array that nothing places is whole on each device, be it of numpy, JAX or abstract; with
-    `is_free`, what jit says of it decides.
-    """
-    devices = mesh_of(args) if mesh is None else mesh
-
-    def on_mesh(leaf: Any) -> Any:
-        if is_unplaced(leaf) and devices is not None:
-            sharding = None if is_free else NamedSharding(devices, PartitionSpec())
-            dtype = dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
-        if mesh is None or not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-            return leaf
-        target = NamedSharding(mesh, PartitionSpec())
-        if isinstance(leaf.sharding, NamedSharding):
-            kind = memory_apart(leaf.sharding)
-            target = sharding_in_memory(mesh, leaf.sharding.spec, kind)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
-
-    return tuple(
-        (arg if mesh is None else arg.on_mesh(mesh)).abstract()
-        if isinstance(arg, Plan)
-        else tree_util.tree_map(on_mesh, arg)
-        for arg in args
-    )
-
-
-def is_unplaced(leaf: Any) -> bool:
-    """Say whether nothing says where an array is: it is numpy's, abstract, or where JAX chose."""
-    if isinstance(leaf, np.ndarray):
-        return leaf.dtype.kind in "biufcV"
-    if isinstance(leaf, jax.Array):
-        return not leaf.committed
-    return isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
-
-
-def check_step_on(step_on: Any) -> None:
-    """Check that it may be a function that makes the step for a mesh, and is not the step."""
-    if not callable(step_on) or hasattr(step_on, "lower"):
-        raise TypeError(
-            f"step_on is {shown(step_on)}; it must be a function of a mesh that makes the step: "
-            "def step_on(mesh), which ends with return step, (plan, batch), plan"
-        )
-
-
-def check_step(step: Any, args: tuple[Any, ...]) -> None:
-    """Check that a step is a function, and that no argument is what another parameter takes."""
-    of_mesh = "step, arguments, outputs = step_on(mesh), and step, *arguments, outputs=outputs"
-    if not callable(step) or isinstance(step, Compiled):
-        hint = "; the step comes first, and then its arguments" if any(map(callable, args)) else ""
-        if isinstance(step, tuple):
-            hint = f": write {of_mesh}"
-        raise TypeError(
-            f"step is {shown(step)}; give the function, or what jax.jit makes of it{hint}"
-        )
-    for place, arg in enumerate(args):
-        hint, kind = "", argument_kind(arg)
-        if isinstance(arg, Topology | Mesh):
-            hint = "; write it as on=..."
-        elif isinstance(arg, dict) and kind == "mesh":
-            hint = f", a mesh: write on=...; of a function that takes one {of_mesh}"
-        elif kind == "rules":
-            hint = ", which are rules; give their plan, shardrules.plan(tree, rules, mesh)"
-        elif not isinstance(arg, Plan) and any(map(_is_plan, tree_util.tree_leaves(arg))):
-            hint = (
-                f", a Plan in a {type(arg).__name__}, and a plan is a whole argument: write the "
-                "arguments one by one, as in prove(step, plan, batch), or plan the tree of both"
-            )
-        if hint:
-            raise TypeError(f"argument {place} of the step is {shown(arg)}{hint}")
-
-
-def _is_plan(leaf: Any) -> bool:
-    return isinstance(leaf, Plan)
-
-
-def step_parts(result: Any, source: str) -> tuple[Any, ...]:
-    """Return (step, arguments, outputs) or (step, arguments) of what a user's function gives."""
-    is_tuple = isinstance(result, tuple) and len(result) in (2, 3)
-    if not is_tuple or not isinstance(result[1], tuple):
-        kinds = ", ".join(type(part).__name__ for part in result) if type(result) is tuple else ""
-        raise TypeError(
-            f"{source}: this gives {f'({kinds})' if kinds else shown(result)}; it must be (step, "
-            "arguments, outputs) or (step, arguments), where arguments is a tuple: write "
-            "return step, (plan, batch), plan"
-        )
-    return tuple(result)
-
-
-@contextmanager
-def noted(step: Any, args: tuple[Any, ...]) -> Iterator[None]:
-    """Note beside an error of a step which line raises it, and what the step was called with."""
-    try:
-        yield
-    except Exception as error:
-        frames = ((frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__))
-        places = [f"{file}:{line}" for file, line in frames if not is_library(file)]
-        name = getattr(step, "__name__", type(step).__name__)
-        where = f", which raises at {places[-1]}," if places else ""
-        rows = (f"  {place}: {_argument_shown(arg)}" for place, arg in enumerate(args))
-        lines = [f"shardrules called {name}{where} with these arguments, as it would be called:"]
-        error.add_note(printable_lines([*lines, *rows]))
-        raise
-
-
-def _argument_shown(arg: Any) -> str:
-    """Return an argument in a line: a plan by its tree, arrays by dtype and shape."""
-
-    def line(leaf: Any) -> str:
-        has_shape = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
-        return f"{leaf.dtype}{[*leaf.shape]}" if has_shape else brief(leaf)
-
-    kind, tree = ("the tree of a plan, ", arg.abstract()) if isinstance(arg, Plan) else ("", arg)
-    pairs = tree_util.tree_flatten_with_path(tree)[0]
-    texts = [f"{tree_util.keystr(path)} {line(leaf)}".strip() for path, leaf in pairs[:_NOTED]]
-    return kind + ", ".join([*texts, *and_more(len(pairs), _NOTED, "leaf")])
 
 
 def lowered_on(
@@ -300,6 +230,46 @@ def lowered_on(
     return lowered, tuple(notes)
 
 
+def placed_on(
+    args: tuple[Any, ...], mesh: AnyMesh | None, *, is_free: bool = False
+) -> tuple[Any, ...]:
+    """Return the arguments as shapes that are sharded on the mesh by the same axes.
+
+    An array that nothing places is whole on each device, be it of numpy, JAX or abstract; with
+    `is_free`, what jit says of it decides.
+    """
+    devices = mesh_of(args) if mesh is None else mesh
+
+    def on_mesh(leaf: Any) -> Any:
+        if is_unplaced(leaf) and devices is not None:
+            sharding = None if is_free else NamedSharding(devices, PartitionSpec())
+            dtype = dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+        if mesh is None or not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            return leaf
+        target = NamedSharding(mesh, PartitionSpec())
+        if isinstance(leaf.sharding, NamedSharding):
+            kind = memory_apart(leaf.sharding)
+            target = sharding_in_memory(mesh, leaf.sharding.spec, kind)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
+
+    return tuple(
+        (arg if mesh is None else arg.on_mesh(mesh)).abstract()
+        if isinstance(arg, Plan)
+        else tree_util.tree_map(on_mesh, arg)
+        for arg in args
+    )
+
+
+def is_unplaced(leaf: Any) -> bool:
+    """Say whether nothing says where an array is: it is numpy's, abstract, or where JAX chose."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.kind in "biufcV"
+    if isinstance(leaf, jax.Array):
+        return not leaf.committed
+    return isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
+
+
 def check_static(step: Any, args: Iterable[Any]) -> None:
     """Check that a step of `equinox.filter_jit` gets all its leaves, also for a plan.
 
@@ -323,6 +293,35 @@ def check_static(step: Any, args: Iterable[Any]) -> None:
                     f"plan does not keep: {names}: {_STATIC}"
                 )
             )
+
+
+@contextmanager
+def noted(step: Any, args: tuple[Any, ...]) -> Iterator[None]:
+    """Note beside an error of a step which line raises it, and what the step was called with."""
+    try:
+        yield
+    except Exception as error:
+        frames = ((frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__))
+        places = [f"{file}:{line}" for file, line in frames if not is_library(file)]
+        name = getattr(step, "__name__", type(step).__name__)
+        where = f", which raises at {places[-1]}," if places else ""
+        rows = (f"  {place}: {_argument_shown(arg)}" for place, arg in enumerate(args))
+        lines = [f"shardrules called {name}{where} with these arguments, as it would be called:"]
+        error.add_note(printable_lines([*lines, *rows]))
+        raise
+
+
+def _argument_shown(arg: Any) -> str:
+    """Return an argument in a line: a plan by its tree, arrays by dtype and shape."""
+
+    def line(leaf: Any) -> str:
+        has_shape = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+        return f"{leaf.dtype}{[*leaf.shape]}" if has_shape else brief(leaf)
+
+    kind, tree = ("the tree of a plan, ", arg.abstract()) if isinstance(arg, Plan) else ("", arg)
+    pairs = tree_util.tree_flatten_with_path(tree)[0]
+    texts = [f"{tree_util.keystr(path)} {line(leaf)}".strip() for path, leaf in pairs[:_NOTED]]
+    return kind + ", ".join([*texts, *and_more(len(pairs), _NOTED, "leaf")])
 
 
 # What a step asks of JAX while it is traced.
@@ -365,7 +364,6 @@ def answered(mesh: AnyMesh | None) -> Iterator[dict[str, None]]:
         return place is not None
 
     def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
         def answer(*args: Any, **kwargs: Any) -> Any:
             backend = next(iter((*args, *kwargs.values())), None)
             is_known = name in answers and backend in (None, answers["default_backend"])

@@ -17,9 +17,10 @@ from shardrules._program.values import Values
 
 _LARGEST: Final = 100
 _FEW_STACKS: Final = 3
+"""Stacks that loops keep where all of it is recomputed; more, and only a part of the step is."""
 _MOST_STEPS: Final = 10
+"""How far before an instruction without a name of JAX's one with a name is looked for."""
 _IN_TEXT: Final = 10
-_NO_PATHS: Final[Mapping[int, str]] = {}
 # XLA's numbers of bytes, with their signs: aliased bytes are counted as argument and as output.
 _NUMBERS: Final = {
     "arguments": ("argument", 1),
@@ -209,7 +210,7 @@ class DeviceArrays:
         ]
         return sorted(rows, key=lambda row: -row.bytes)
 
-    def buffer(self, row: Alive, paths: Mapping[int, str] = _NO_PATHS) -> Buffer:
+    def buffer(self, row: Alive, paths: Mapping[int, str]) -> Buffer:
         """Say what is known of an array; the module's parameters have paths, by their node."""
         line = self._named(row.node)
         what = "output" if row.is_output else line.op_name or line.name
@@ -424,7 +425,7 @@ def refusal(required: int, available: int, text: str, live: LiveRanges) -> OutOf
         return OutOfMemory(required, available, ())
     arrays = DeviceArrays(Values(Hlo(text)))
     rows = arrays.at_peak(live)[:_IN_TEXT]
-    return OutOfMemory(required, available, tuple(arrays.buffer(row) for row in rows))
+    return OutOfMemory(required, available, tuple(arrays.buffer(row, {}) for row in rows))
 
 
 def refused_bytes(message: str) -> tuple[int, int] | None:

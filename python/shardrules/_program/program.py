@@ -43,7 +43,7 @@ SMALL: Final = 2**16
 _ANSWERS: Final = (
     "_costs", "axis_sizes", "batch_axes", "collectives", "memory", "products", "totals",
 )  # fmt: skip
-_KEPT_IN_TEXT: Final = 20
+_ROWS_SHOWN: Final = 20
 _COLUMNS: Final = (
     Column("sent", is_right=True),
     Column("times", is_right=True),
@@ -133,9 +133,9 @@ class Program:
             variation = context.executable.variation
             return list(products(context.values, variation, context.leaves_of_product))
 
-    def _collective(self, row: Exchange, asked: Row | None) -> Collective:
-        instruction = row.instruction
-        reason = REASONS["unknown" if asked is None else asked.reason]
+    def _collective(self, exchange: Exchange, row: Row | None) -> Collective:
+        instruction = exchange.instruction
+        reason = REASONS["unknown" if row is None else row.reason]
         return Collective(
             kind=row.kind,
             axes=row.axes,
@@ -237,8 +237,8 @@ class Program:
     def _parts(self) -> list[Table | str]:
         parts: list[Table | str] = [printable(self._summary())]
         if self.collectives:
-            parts.append(Table(_COLUMNS, map(_collective_cells, self.collectives[:_KEPT_IN_TEXT])))
-        rest = len(self.collectives) - _KEPT_IN_TEXT
+            parts.append(Table(_COLUMNS, map(_collective_cells, self.collectives[:_ROWS_SHOWN])))
+        rest = len(self.collectives) - _ROWS_SHOWN
         if rest > 0:
             parts.append(f"and {rest} more")
         return parts if self.memory is None else [*parts, *self.memory._parts()]
