@@ -8,7 +8,6 @@ from importlib.util import find_spec
 import jax
 import pytest
 
-
 not_on_jax_0_7 = pytest.mark.skipif(
     jax.__version_info__ < (0, 8),
     reason="JAX 0.7 cannot: CPU programs with pinned_host, constraints where some axes are manual",
