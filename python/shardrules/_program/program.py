@@ -137,14 +137,14 @@ class Program:
         instruction = exchange.instruction
         reason = REASONS["unknown" if row is None else row.reason]
         return Collective(
-            kind=row.kind,
-            axes=row.axes,
-            shape=str(row.shape),
-            payload=row.payload,
-            times=row.times,
-            sent_once=row.sent_once,
-            what="unexplained" if asked is None else asked.array_kind,
-            moves=instruction.op_name or instruction.name if asked is None else asked.moves,
+            kind=exchange.kind,
+            axes=exchange.axes,
+            shape=str(exchange.shape),
+            payload=exchange.payload,
+            times=exchange.times,
+            sent_once=exchange.sent_once,
+            what="unexplained" if row is None else row.array_kind,
+            moves=instruction.op_name or instruction.name if row is None else row.moves,
             reason=reason.text,
             is_expected=reason.is_expected,
             op_name=instruction.op_name or "",
