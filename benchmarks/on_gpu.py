@@ -7,13 +7,10 @@ This process proves the steps, as without a GPU. Each runs in another, which has
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-import time
 from functools import partial
-from statistics import median
 from typing import Any, Final
 
 import jax
@@ -24,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from benchmarks.decoders import HEAD, Decoder, Params, trained
-from shardrules._base.text import bytes_shown, seconds_shown
+from shardrules._base.text import bytes_shown
 
 StepAndArguments = tuple[Any, tuple[Any, ...]]
 DEVICE: Final = {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
@@ -79,21 +76,18 @@ def prove(name: str, on: str) -> int:
     return proof.memory.peak
 
 
-def run(name: str) -> list[float]:
-    """Run a step on the GPU: return the bytes that JAX allocates, and the time."""
+def run(name: str) -> int:
+    """Run a step on the GPU twice: return the bytes that JAX allocates at most."""
     step, args = STEPS[name](mesh := Mesh(np.array(jax.devices()[:1]), ("fsdp",)))
     proof: Any = sr.prove(step, *args, on=mesh, time=True)
-    compiled, seconds = proof.compiled, []
     values = [jax.tree.map(filled, a.abstract() if isinstance(a, sr.Plan) else a) for a in args]
-    for _run in range(8):
-        start = time.perf_counter()
-        result = jax.block_until_ready(compiled(*values))
-        seconds.append(time.perf_counter() - start)
+    for _run in range(2):
+        result = jax.block_until_ready(proof.compiled(*values))
         results = result if isinstance(result, tuple) else (result,)
         trees = {jax.tree.structure(r): r for r in results if not isinstance(r, jax.Array)}
         values = [trees.get(jax.tree.structure(value), value) for value in values]
         del result, results, trees  # or they would be there beside the next ones
-    return [jax.devices()[0].memory_stats()["peak_bytes_in_use"], median(seconds[2:])]
+    return int(jax.devices()[0].memory_stats()["peak_bytes_in_use"])
 
 
 def filled(leaf: Any) -> Any:
@@ -108,22 +102,20 @@ def filled(leaf: Any) -> Any:
 
 
 def main(on: str) -> None:
-    """Print a row for each step; in brackets what is said by what is there."""
-    print("| step | allocated | proved | measured |\n|---|--:|--:|--:|")
+    """Print a row for each step; in brackets what is proved by what is allocated."""
+    print("| step | allocated | proved |\n|---|--:|--:|")
     for name in STEPS:
         command = [sys.executable, "-m", "benchmarks.on_gpu", on, name]
         done = subprocess.run(command, env=os.environ | DEVICE, capture_output=True, check=False)
         if done.returncode and b"RESOURCE_EXHAUSTED" not in done.stderr:
             raise SystemExit(done.stderr.decode())
-        peak = prove(name, on)
-        row = ["refused", bytes_shown(peak), ""]
+        peak, allocated, ratio = prove(name, on), "refused", ""
         if not done.returncode:
-            size, step = json.loads(done.stdout.splitlines()[-1])
-            row[0], row[2] = bytes_shown(size), seconds_shown(step)
-            row[1] += f" ({peak / size:.2f})"
-        print("|", " | ".join([name, *row]), "|", flush=True)
+            size = int(done.stdout.splitlines()[-1])
+            allocated, ratio = bytes_shown(size), f" ({peak / size:.2f})"
+        print(f"| {name} | {allocated} | {bytes_shown(peak)}{ratio} |", flush=True)
 
 
 if __name__ == "__main__":
     on, *names = sys.argv[1:]
-    print(json.dumps(run(*names))) if names else main(on)
+    print(run(*names)) if names else main(on)
