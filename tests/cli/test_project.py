@@ -139,7 +139,7 @@ def test_diff_compares_the_lock_of_each_job(project):
         ("model = 'm'\nmehs = 'tp=2'", "job a: key 'mehs' is unknown; did you mean 'mesh'?"),
         ("model = 'm'\nquiet = true", "key 'quiet' is unknown; the keys are"),
         ("model = 'm'\nrules = 'r'\nmesh = 2", "'--mesh': mesh '2': '2' is not an axis; write it as tp=4"),
-        ("model = 'm'\nrules = 'r'\nmesh = {tp = 1.5}", "'-m' / '--mesh': the size of the mesh axis 'tp' is 1.5"),
+        ("model = 'm'\nrules = 'r'\nmesh = {tp = 1.5}", "'-m' / '--mesh': mesh 'tp=1.5': the size of 'tp' is not an"),
         ("model = 'm'\nrules = 'r'\nmesh = 'tp=2'\nhead-dim = true", "'--head-dim': 'True' is not a valid number"),
         ("model = ['m']", "a: model is ['m'] (a list); write a text"),
         # Each was read as the text of it, so that nothing was replicated, and no lock compared.

@@ -23,10 +23,10 @@ CONTEXT: Final = {
 
 
 class Type(click.ParamType):  # type: ignore[type-arg]
-    """Type whose function reads a text, or one of `tables` of TOML, or raises what is wrong."""
+    """Type whose function reads a text, or raises what is wrong; TOML may have it in a form."""
 
-    def __init__(self, name: str, read: Callable[[Any], Any], *tables: type) -> None:
-        self.name, self.read, self.tables = name, read, tables
+    def __init__(self, name: str, read: Callable[[str], Any], form: type = str) -> None:
+        self.name, self.read, self.form = name, read, form
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Read the value, as click asks for it."""
@@ -37,58 +37,53 @@ class Type(click.ParamType):  # type: ignore[type-arg]
 
 
 class KeyValues(Type):
-    """KEY=VALUE, or a table; `odd` says of a key why it is none of this command, or ""."""
+    """KEY=VALUE, in TOML a table; `odd` says of a key why it is none of this command, or ""."""
 
     def __init__(
-        self, name: str, value: Callable[[Any], Any], odd: Callable[[str], str] = lambda _: ""
+        self, name: str, value: Callable[[str], Any], odd: Callable[[str], str] = lambda _: ""
     ) -> None:
         super().__init__(name, self._pair, dict)
         self.value, self.odd = value, odd
 
-    def _pair(self, pair: str | tuple[str, Any]) -> tuple[str, Any]:
-        if isinstance(pair, str):
-            key, equals, value = pair.partition("=")
-            if not equals:
-                raise ValueError(f"{pair!r}: write it as {self.name}")
-            pair = key, value
-        key, value = pair
+    def _pair(self, pair: str) -> tuple[str, Any]:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"{pair!r}: write it as {self.name}")
         if why := self.odd(key):
             raise ValueError(why)
         try:
             return key, self.value(value)
         except ValueError as error:
-            raise ValueError(f"{key}={value}: {error}") from None
+            raise ValueError(f"{pair}: {error}") from None
 
 
-def _mesh_sizes(value: str | dict[str, int]) -> dict[str, int]:
-    from shardrules._base.arguments import checked_sizes, parse_mesh
+def _mesh_sizes(value: str) -> dict[str, int]:
+    from shardrules._base.arguments import parse_mesh
 
-    return parse_mesh(value) if isinstance(value, str) else checked_sizes(value)
-
-
-def _axes(value: str | list[Any]) -> tuple[str, ...]:
-    text = value if isinstance(value, str) else ",".join(map(str, value))
-    if "=" in text:
-        raise ValueError(f"{text!r} has sizes; write names alone, as fsdp,tp")
-    return tuple(filter(None, map(str.strip, text.split(","))))
+    return parse_mesh(value)
 
 
-def _bytes(value: str | int) -> int:
+def _axes(value: str) -> tuple[str, ...]:
+    if "=" in value:
+        raise ValueError(f"{value!r} has sizes; write names alone, as fsdp,tp")
+    return tuple(filter(None, map(str.strip, value.split(","))))
+
+
+def _bytes(value: str) -> int:
     from shardrules._base.arguments import byte_size
 
     return byte_size("the value", value)
 
 
-def _memory(value: str | int) -> int:
+def _memory(value: str) -> int:
     """Return the bytes of a memory, or of a device of this name."""
     from shardrules._base.arguments import memory_bytes
 
-    text = str(value).strip()
-    if text[:1].isalpha():
+    if value.strip()[:1].isalpha():
         from shardrules._base.hardware import Hardware
 
-        return Hardware.named(text).memory_bytes
-    return memory_bytes("the value", text)
+        return Hardware.named(value.strip()).memory_bytes
+    return memory_bytes("the value", value)
 
 
 def _dtype(value: str) -> str:

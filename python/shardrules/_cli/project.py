@@ -184,18 +184,19 @@ def _run_job(
 
 
 def _as_option(option: Option | Argument, key: str, value: Any) -> Any:
-    """Return a value in TOML as click takes it: texts, or a list or table, if it is of such."""
+    """Return a value in TOML as click takes it: a text, or several; a table as KEY=VALUE."""
     is_repeatable = getattr(option, "multiple", False)
-    forms = {str, *getattr(option.type, "tables", ()), *([list] if is_repeatable else [])}
+    forms = {str, getattr(option.type, "form", str), *([list] if is_repeatable else [])}
     if not isinstance(value, list | dict):
         value = str(value)  # numbers and flags are texts
-    texts = [] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    texts = [*value] if isinstance(value, list | dict) else [value]
     if type(value) not in forms or not all(isinstance(text, str) and text for text in texts):
         forms_shown = " or ".join(_WRITTEN[form] for form in _WRITTEN if form in forms)
         raise FileError(f"{key} is {shown(value)}; write {forms_shown}")
-    if isinstance(option.type, KeyValues) and isinstance(value, dict):
-        return [(item, value[item]) for item in value if not option.type.odd(item)]
-    return texts if is_repeatable else value
+    if isinstance(value, dict):
+        odd = option.type.odd if isinstance(option.type, KeyValues) else lambda _: ""
+        texts = [f"{item}={value[item]}" for item in value if not odd(item)]
+    return texts if is_repeatable else ",".join(texts)
 
 
 def read_jobs(path: Path) -> Jobs:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
 
 
-def _level(value: Any) -> Any:
+def _level(value: str) -> str:
     from shardrules._base.arguments import check_choice
 
     check_choice("the level", value, ("error", "warning", "info", "off"))
