@@ -8,7 +8,6 @@ import jax
 import pytest
 
 import shardrules as sr
-from shardrules._plan import path_words
 from shardrules._plan.roles import roles_of
 from tests.support import corpus
 
@@ -29,19 +28,6 @@ def abstract(tree):
     return jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, "float32"), tree, is_leaf=lambda x: isinstance(x, tuple)
     )
-
-
-TABLE = [words for words in vars(path_words).values() if isinstance(words, path_words.Words)]
-
-
-@pytest.mark.parametrize("words", [*TABLE, *(words for _, words in path_words.FUSED)])
-def test_each_example_has_a_word_of_its_row(words):
-    components = words.example.split("/")
-    assert words.are_in(*components)
-    assert any(map(words.is_name, components)) or words in (
-        path_words.NORM, path_words.VECTOR, path_words.LOOKUP, path_words.NO_LOOKUP,
-        path_words.EXPERTS, path_words.NO_EXPERTS, path_words.IN_ATTENTION,
-    )  # fmt: skip
 
 
 # model, the end of a folded path, roles, the dimensions of a bias

@@ -16,8 +16,6 @@ class Words:
     """Words in paths that say one thing, in small letters."""
 
     regex: str
-    example: str
-    """A path of some library with such a word."""
 
     @cached_property
     def _compiled(self) -> re.Pattern[str]:
@@ -34,52 +32,44 @@ class Words:
 
 
 # Names of an array within its module, and of modules that say nothing.
-ARRAY: Final = Words(r"kernel|weight|w|value|embedding|param|bias|b|scale", "mlp/up/kernel")
-NEUTRAL: Final = Words(r"dense|linear|layer|base_layer|projection", "attention/dense/weight")
-NORM: Final = Words(r"norm|(^|_)ln(_|$)", "h/0/ln_1/scale")
-VECTOR: Final = Words(r"bias|scale|norm|gamma|beta|(^|_)ln(_|$)|(^|_)b$", "h/0/mlp/up/bias")
-LOOKUP: Final = Words(r"embed|wte|wpe|vocab", "model/embed_tokens/weight")
-NO_LOOKUP: Final = Words(r"patch|proj|unembed|head|conv", "patch_embeddings/projection/weight")
-EXPERTS: Final = Words(r"experts?(_|$)|moe", "layers/0/mlp/experts/up_proj")
-NO_EXPERTS: Final = Words(r"shared|att", "layers/0/mlp/shared_experts/up_proj/kernel")
-ROUTER: Final = Words(r"(\w*_)?(router|gate|gating|switch|w_?[gr])(_\w*)?", "mlp/gate/kernel")
-STACK: Final = Words(r"\w*layers?|stack\w*|stages?|repeats?|blocks?|periods?", "decoder/layers/up")
+ARRAY: Final = Words(r"kernel|weight|w|value|embedding|param|bias|b|scale")
+NEUTRAL: Final = Words(r"dense|linear|layer|base_layer|projection")
+NORM: Final = Words(r"norm|(^|_)ln(_|$)")
+VECTOR: Final = Words(r"bias|scale|norm|gamma|beta|(^|_)ln(_|$)|(^|_)b$")
+LOOKUP: Final = Words(r"embed|wte|wpe|vocab")
+NO_LOOKUP: Final = Words(r"patch|proj|unembed|head|conv")
+EXPERTS: Final = Words(r"experts?(_|$)|moe")
+NO_EXPERTS: Final = Words(r"shared|att")
+ROUTER: Final = Words(r"(\w*_)?(router|gate|gating|switch|w_?[gr])(_\w*)?")
+STACK: Final = Words(r"\w*layers?|stack\w*|stages?|repeats?|blocks?|periods?")
 # Projections from the residual stream, and back to it.
 READS: Final = Words(
     r"(to_)?w?q(kv)?(_.*)?|(to_)?w?kv?(_.*)?|(to_)?w?v(_proj)?|query.*|key.*|value.*|c_attn|in_proj.*|gate.*|up(_.*)?"
-    r"|w[13]|wi(_.*)?|fc1|fc_in|c_fc|dense_h_to_4h|intermediate|lm_head|head|logits.*|router|classifier",
-    "layers/0/feed_forward/w1/kernel",
+    r"|w[13]|wi(_.*)?|fc1|fc_in|c_fc|dense_h_to_4h|intermediate|lm_head|head|logits.*|router|classifier"
 )
 WRITES: Final = Words(
     r"w?o(_proj)?|(to_)?out(_.*)?|output|down(_.*)?|w2|fc2|fc_out|(c_)?proj|dense_4h_to_h|attn_out"
-    r"|mlp_out|attn_vec.*|linear2|(self_?)?att(n|ention)",
-    "layers/0/feed_forward/w2/kernel",
+    r"|mlp_out|attn_vec.*|linear2|(self_?)?att(n|ention)"
 )
 ATTENTION: Final = Words(
-    r"w?(q|k|v|o|qk|kv|qkv)(_.*)?|query.*|key.*|value.*|c_attn|.*att(n|ention).*",
-    "layers/0/self_attn/q_proj/kernel",
+    r"w?(q|k|v|o|qk|kv|qkv)(_.*)?|query.*|key.*|value.*|c_attn|.*att(n|ention).*"
 )
-IN_ATTENTION: Final = Words(r"att(n|ention)", "transformer/h/0/attn/w")
+IN_ATTENTION: Final = Words(r"att(n|ention)")
 # Of these names, the one that MLPs and experts have as well.
-BACK: Final = Words(r"w?o(_.*)?", "mlp/wo/kernel")
-KEYS: Final = Words(r"(to_)?w?(k|v|kv)(_(proj|einsum))?|(key|value)(_proj)?", "attn/kv_einsum/w")
+BACK: Final = Words(r"w?o(_.*)?")
+KEYS: Final = Words(r"(to_)?w?(k|v|kv)(_(proj|einsum))?|(key|value)(_proj)?")
 # To the latent space of DeepSeek's attention, where a norm needs all of a token's elements.
-TO_LATENT: Final = Words(
-    r"(linear_)?w?(q|kv|qkv)_(a|down)(_\w+)?", "layers/0/self_attn/kv_a_proj_with_mqa/kernel"
-)
+TO_LATENT: Final = Words(r"(linear_)?w?(q|kv|qkv)_(a|down)(_\w+)?")
 # Projections to heads of attention, and from them; norms of single heads.
 TO_HEADS: Final = Words(
-    r"(to_)?([qkv]|query|key|value)(_proj)?|w[qkv]|(w_?)?qkv(_proj)?|query_key_value|c_attn",
-    "self_attention/query_key_value/kernel",
+    r"(to_)?([qkv]|query|key|value)(_proj)?|w[qkv]|(w_?)?qkv(_proj)?|query_key_value|c_attn"
 )
-FROM_HEADS: Final = Words(
-    r"o|out|o_proj|out_proj|wo|to_out|attention_output|c_proj|dense", "attn/out_proj/weight"
-)
-HEAD_NORM: Final = Words(r"([qk]|query|key)_(layer_?)?norm", "layers/0/self_attn/k_norm/weight")
+FROM_HEADS: Final = Words(r"o|out|o_proj|out_proj|wo|to_out|attention_output|c_proj|dense")
+HEAD_NORM: Final = Words(r"([qk]|query|key)_(layer_?)?norm")
 # Kernels of attention with several outputs, by how many; others have heads there.
 FUSED: Final = (
-    (3, Words(r"\w*qkv\w*|query_key_value|c_attn|in_proj\w*", "attn/qkv/kernel")),
-    (2, Words(r"\w*kv\w*|key_value\w*", "attn/kv_einsum/w")),
+    (3, Words(r"\w*qkv\w*|query_key_value|c_attn|in_proj\w*")),
+    (2, Words(r"\w*kv\w*|key_value\w*")),
 )
 # The words of a path; sets of numbers belong to the word around them.
 COMPONENT: Final = re.compile(r"(?:\{[^{}]*\}|[^/.\[\]'])+")

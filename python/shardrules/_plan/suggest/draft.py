@@ -12,11 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from math import prod
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._base.rule_specs import RuleSpec
 from shardrules._base.specs import Entries, entry_of, trimmed
 from shardrules._base.text import brief, counted
 from shardrules._plan.path_words import AxisUse, is_gathered, use_of, uses_of
@@ -45,9 +44,6 @@ Cuts = tuple[Axes, ...]
 
 # The share of the fewest bytes that comfort may cost in all.
 SLACK: Final = 0.008
-# A part of fewer elements is hardly worth what it sends.
-_FEW_ELEMENTS: Final = 8
-_COUNTED: Final = ("experts", "heads", "layers")
 
 # Discomfort of sharding a side by an axis; sides that are not there are not sharded.
 _DISCOMFORT: Final[dict[AxisUse, dict[Side, int]]] = {
@@ -135,25 +131,12 @@ def _layouts(
             count = prod(axis_sizes[axis] for axis in cuts[hidden] if not is_gathered(axis))
             if count > 1 and shape[hidden] // count % dims.unit:
                 continue
-        yield _Layout(1 / prod(counts), _discomfort(shape, dims, cuts, counts, uses), cuts)
-
-
-def _discomfort(
-    shape: tuple[int, ...],
-    dims: Dims,
-    cuts: Cuts,
-    counts: Sequence[int],
-    uses: Mapping[str, AxisUse],
-) -> int:
-    """Weigh what an expert would avoid in these cuts, into so many parts of each dimension."""
-    discomfort = 2 * sum(
-        count > 1 and size // count < _FEW_ELEMENTS and side not in _COUNTED
-        for size, count, side in zip(shape, counts, dims.sides, strict=True)
-    )
-    for side, axes in zip(dims.sides, cuts, strict=True):
-        for axis in axes:
-            discomfort += _DISCOMFORT[uses[axis]][side]
-    return discomfort
+        discomfort = sum(
+            _DISCOMFORT[uses[axis]][side]
+            for side, axes in zip(dims.sides, cuts, strict=True)
+            for axis in axes
+        )
+        yield _Layout(1 / prod(counts), discomfort, cuts)
 
 
 _SCALES: Final = re.compile(r"(.*_)?scales?(_\w+)?")
@@ -227,7 +210,7 @@ def _followed_kernel(unit: Unit, kernel: Unit, cuts: Cuts, axis_sizes: Mapping[s
 _MOST_NAMES: Final = 64
 MOST_RULES: Final = 12
 """Rules of a solution, if it has no more specs."""
-_Pairs = list[tuple["Pattern", Any]]
+_Pairs = list[tuple["Pattern", Entries]]
 
 
 class Draft(NamedTuple):
@@ -257,9 +240,7 @@ def draft(plan: Plan, units: Sequence[Unit]) -> Draft:
     return _rules_for_labels(labelled, rules.dialect)
 
 
-def draft_of_specs(
-    units: Iterable[Unit], specs: Mapping[str, Entries | RuleSpec], dialect: Dialect
-) -> Draft:
+def draft_of_specs(units: Iterable[Unit], specs: Mapping[str, Entries], dialect: Dialect) -> Draft:
     """Write rules that give leaves these specs: at most `MOST_RULES`, where specs are no more."""
     labelled: list[tuple[Unit, Label]] = []
     for unit in units:
@@ -308,22 +289,16 @@ def _joined_rules(
     for members in groups.values():
         first, *others = (str(pairs[number][0]) for number in members)
         text = f"({'|'.join([first, *others])})" if others else first
-        joined.append((text, labels[members[0]].value))
+        joined.append((text, labels[members[0]].spec))
     return joined, [sum((of_rules[n] for n in members), ()) for members in groups.values()]
 
 
 def _label_of(unit: Unit, cuts: Cuts) -> Label:
     """Label a unit that is cut so."""
     dims = unit.dims
-    value: Any = Entries(trimmed(map(entry_of, cuts)))
-    if dims.unit > 1 and not dims.is_assumed and "hidden" in dims.sides:
-        hidden = dims.sides.index("hidden")
-        # Axes that compute keep heads whole on other meshes, too. Units bind all axes, and along
-        # those of fsdp heads may be cut.
-        if cuts[hidden] and not any(map(is_gathered, cuts[hidden])):
-            value = RuleSpec(value, units=(*[1] * hidden, dims.unit))
+    spec = Entries(trimmed(map(entry_of, cuts)))
     sides = tuple(side for side, axes in zip(dims.sides, cuts, strict=True) if axes)
-    return Label(value, dims.is_vector, dims.is_known, (dims.is_vector, dims.is_vector or sides))
+    return Label(spec, dims.is_vector, dims.is_known, (dims.is_vector, dims.is_vector or sides))
 
 
 def _with_numbers(labelled: list[tuple[Unit, Label]], dialect: Dialect) -> list[tuple[Unit, Label]]:
@@ -331,16 +306,16 @@ def _with_numbers(labelled: list[tuple[Unit, Label]], dialect: Dialect) -> list[
     leaves_of: dict[Path, Counter[Label]] = defaultdict(Counter)
     for unit, label in labelled:
         leaves_of[unit.words][label] += unit.leaves
-    told_apart: list[tuple[Unit, Label]] = []
+    with_numbers: list[tuple[Unit, Label]] = []
     for unit, label in labelled:
         leaves = leaves_of[unit.words]
         is_open = dialect.precedence != "only" and label == max(leaves, key=leaves.__getitem__)
         if len(leaves) == 1 or is_open:
-            told_apart.append((unit, label))
+            with_numbers.append((unit, label))
         else:
             numbered = label._replace(is_numbered=True)
-            told_apart += ((part, numbered) for part in unit.numbered())
-    return told_apart
+            with_numbers += ((part, numbered) for part in unit.numbered())
+    return with_numbers
 
 
 def _loosest_patterns(
@@ -355,7 +330,7 @@ def _loosest_patterns(
     paths = [unit.path for unit in units]
     while True:
         pairs = [
-            (pattern_of(phrase, units, dialect, is_tight=number in tight), phrase.label.value)
+            (pattern_of(phrase, units, dialect, is_tight=number in tight), phrase.label.spec)
             for number, phrase in enumerate(phrases)
         ]
         wrong = dict(_mismatches(Rules(pairs, dialect), paths, owner, phrases))

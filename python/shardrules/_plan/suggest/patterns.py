@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from shardrules._base.specs import Entries
 from shardrules._base.text import brief
 from shardrules._plan.fold import runs_of
 from shardrules._plan.roles import Dims, roles_of
@@ -198,9 +199,9 @@ _OF_NNX: Final = "value"
 
 
 class Label(NamedTuple):
-    """Value of a rule, and how its leaves may be named."""
+    """Spec of a rule, and how its leaves may be named."""
 
-    value: Any
+    spec: Entries
     is_plain: bool
     """True if one word is enough to tell its leaves, as for biases that are replicated."""
     is_known: bool

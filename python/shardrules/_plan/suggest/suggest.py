@@ -20,7 +20,7 @@ import numpy as np
 
 from shardrules._base.arguments import check_type, integer, strings
 from shardrules._base.mistakes import in_order
-from shardrules._base.rule_specs import Fsdp, RuleSpec, plain_spec
+from shardrules._base.rule_specs import plain_spec
 from shardrules._base.specs import Entries, entry_axes, spec_shown
 from shardrules._base.text import (
     and_more,
@@ -263,11 +263,7 @@ def _toml(text: str) -> str:
 
 def _python_rule(pattern: Pattern, value: Any) -> str:
     """Write a rule as Python code."""
-    spec = plain_spec(value)
-    text = f"sr.{spec!r}" if isinstance(spec, Fsdp) else spec_shown(spec)
-    if isinstance(value, RuleSpec) and value.units:
-        text = f"sr.RuleSpec({text}, units={value.units!r})"
-    return printable(f"({_python(str(pattern))}, {text})")
+    return printable(f"({_python(str(pattern))}, {spec_shown(plain_spec(value))})")
 
 
 def _python(pattern: str) -> str:
@@ -448,9 +444,9 @@ def _spared(result: Plan, units: list[Unit], uses: Mapping[str, AxisUse]) -> tup
 def rule_reasons(rules: Draft) -> Iterator[Reason]:
     """Yield the reason of each rule: the roles in the first of its leaves."""
     for number, ((pattern, value), units) in enumerate(zip(rules.rules, rules.units, strict=True)):
-        spec, first = plain_spec(value), units[0]
-        axes = [entry_axes(entry) for entry in spec] if isinstance(spec, Entries) else []
-        axes += [()] * (len(first.shape) - len(axes))
+        first, spec = units[0], plain_spec(value)
+        assert isinstance(spec, Entries)  # as it was written
+        axes = [*map(entry_axes, spec), *[()] * (len(first.shape) - len(spec))]
         sides = zip(first.shape, first.dims.sides, axes, strict=True)
         yield Reason(
             number,
