@@ -99,9 +99,9 @@ class Facts:
                 part = _times_layers(sources[1], 1 / layers) if layers > 1 else _COMPUTED
                 return _met([sources[0], part])
             if opcode in _SCALES and _BROADCAST in sources:
-                rest = [origin for origin in sources if origin != _BROADCAST]
-                if len(rest) == 1 and (rest[0].parameter >= 0 or rest[0] == _UNKNOWN):
-                    return rest[0]._replace(is_scaled=rest[0].parameter >= 0)
+                others = [origin for origin in sources if origin != _BROADCAST]
+                if len(others) == 1 and (others[0].parameter >= 0 or others[0] == _UNKNOWN):
+                    return others[0]._replace(is_scaled=others[0].parameter >= 0)
             return _COMPUTED
 
         facts = values.fixpoint(_UNKNOWN, rule)
@@ -182,10 +182,10 @@ class Facts:
         while True:
             opcode, sources = values.opcodes[node], values.made_of[node]
             if opcode in JOINS:
-                rest = [source for source in dict.fromkeys(sources) if source != node]
-                if len(rest) != 1:
+                others = [source for source in dict.fromkeys(sources) if source != node]
+                if len(others) != 1:
                     return node
-                node = rest[0]
+                node = others[0]
             elif opcode in MOVES:
                 node = sources[0]
             else:

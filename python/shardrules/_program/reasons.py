@@ -54,7 +54,6 @@ class Row:
         self.sent = exchange.sent_once * times
         self.is_small = self.sent < context.small
         self.op_name = exchange.instruction.op_name or ""
-        self.called_name = self.op_name.rpartition("/")[2]
         self.is_called = is_called(self.op_name)
         self.operand = self._values.operand(exchange)
         self.what, self.leaf = self._leaf()
@@ -93,18 +92,23 @@ class Row:
         leaf = self.context.leaf_of_copy[self.operand]
         if leaf is not None and leaf >= 0:
             return "argument", leaf
-        state_of = self.context.next_state_of
-        state = None if leaf is not None else state_of.get(self.result)
-        if leaf is None and state is None and self.kind in ("all-gather", "all-to-all"):
-            state = state_of.get(self._source)  # not returned so, as if evaluated
-            if state is not None and self.kind == "all-gather" and not self._is_made_of(state):
-                state = None
+        state = self._next_state() if leaf is None else None
         if state is None:
             return "all-reduce" if self.is_sum else self.kind, None
         if self.is_sum:
             return "sum", state
         is_state = self.kind == "all-to-all" or self._is_made_of(state)
         return "state" if is_state else "gradient", state
+
+    def _next_state(self) -> int | None:
+        """Return the leaf whose next state is made of what is moved, or is moved itself."""
+        state_of = self.context.next_state_of
+        state = state_of.get(self.result)
+        if state is not None or self.kind not in ("all-gather", "all-to-all"):
+            return state
+        state = state_of.get(self._source)  # which is not returned so, as if evaluated
+        is_moved = state is not None and (self.kind == "all-to-all" or self._is_made_of(state))
+        return state if is_moved else None
 
     @cached_property
     def result(self) -> int:
@@ -143,7 +147,7 @@ class Row:
         pairs = self.exchange.groups
         return (
             self.kind == "collective-permute"
-            and self.called_name in _PRODUCT_NAMES
+            and self.op_name.rpartition("/")[2] in _PRODUCT_NAMES
             and {source for source, _ in pairs} == {target for _, target in pairs}
         )
 
@@ -213,8 +217,8 @@ class Row:
         mask = self._facts.maker_of(self.operand, {"select"})
         if mask is None or not self.differs(self._values.made_of[mask][0]):
             return False
-        added = partial(self._made_by, _ADDED)
-        return self.operand in self._values.reached([self.result], added)
+        additions = partial(self._made_by, _ADDED)
+        return self.operand in self._values.reached([self.result], additions)
 
     @property
     def is_early(self) -> bool:
@@ -265,10 +269,10 @@ class Row:
         """True if the copy's dtype is wider than the argument's, whose numbers have a byte."""
         if self.leaf is None or (origin := self._facts.origins[self.operand]) is None:
             return False
-        stored = bits_of(self.context.executable.inputs.dtypes[self.leaf])
+        bits = bits_of(self.context.executable.inputs.dtypes[self.leaf])
         shape = self.exchange.shape
         is_carrier = not origin.is_scaled and shape.dtype in _CARRIERS
-        return stored <= _NARROW and shape.bits > stored and not is_carrier
+        return bits <= _NARROW and shape.bits > bits and not is_carrier
 
     @property
     def is_of_experts(self) -> bool:
@@ -402,9 +406,9 @@ class Row:
     def is_cheap(self) -> bool:
         """True if no more is sent than to gather the planned factors in its place."""
         factors = self.differing_factors or self._summed_factors
-        planned = {node for node in factors if self._is_planned(node)}
+        weights = {node for node in factors if self._is_planned(node)}
         others = self.context.count(self.axes) - 1
-        sizes = (self._values.shapes[node].bytes for node in planned)
+        sizes = (self._values.shapes[node].bytes for node in weights)
         return self.exchange.sent_once <= others * sum(sizes)
 
     @property

@@ -189,16 +189,16 @@ class Values:
         return _FORMS.get(opcode, Values._nodes)(self, computation, line, operands)
 
     def _loop(self, computation: str, line: Instruction, operands: Sequence[Tree]) -> Tree:
-        called, carried = line.called, self._joined(computation, line, operands[0])
-        self._run(called["condition"][0], [carried])  # which may sum over devices, too
-        self._join(carried, self._run(called["body"][0], [carried]))
-        return carried
+        called, state = line.called, self._joined(computation, line, operands[0])
+        self._run(called["condition"][0], [state])  # which may sum over devices, too
+        self._join(state, self._run(called["body"][0], [state]))
+        return state
 
     def _branches(self, computation: str, line: Instruction, operands: Sequence[Tree]) -> Tree:
         branches = zip(line.callees, operands[1:], strict=False)
-        first, *rest = [self._run(body, [operand]) for body, operand in branches]
+        first, *others = [self._run(body, [operand]) for body, operand in branches]
         result = self._joined(computation, line, first)
-        for tree in rest:
+        for tree in others:
             self._join(result, tree)
         return result
 
@@ -207,9 +207,9 @@ class Values:
         if target.startswith("AsyncCollective"):
             if target.endswith("Done"):
                 return operands[1]  # behind what is moved
-            started, results = leaves(operands[0]), leaves(self._nodes(computation, line, ()))
-            before = [self.made_of[node][0] for node in started]
-            return (*before, *started, *results[2 * len(started) :])
+            starts, results = leaves(operands[0]), leaves(self._nodes(computation, line, ()))
+            before = [self.made_of[node][0] for node in starts]
+            return (*before, *starts, *results[2 * len(starts) :])
         return self._nodes(computation, line, operands)
 
     def _each(self, computation: str, line: Instruction, operands: Sequence[Tree]) -> Tree:
@@ -217,11 +217,11 @@ class Values:
         # A start has its operands among its results, and what the backend needs besides.
         shapes = line.results
         first = len(operands) if len(shapes) >= 2 * len(operands) else 0
-        moved = [
+        nodes = [
             self._node(computation, line, first + i, shapes[first + i], leaves(operand))
             for i, operand in enumerate(operands)
         ]
-        return moved[0] if len(moved) == 1 else tuple(moved)
+        return nodes[0] if len(nodes) == 1 else tuple(nodes)
 
     def _nodes(self, computation: str, line: Instruction, operands: Sequence[Tree]) -> Tree:
         """Add a node for each result of an instruction, made of all operands."""

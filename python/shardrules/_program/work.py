@@ -264,9 +264,8 @@ def program_time(hlo: Hlo, sending: float, clock: float, peak: float) -> Program
     flops = list(_kernels(hlo))
     rate = peak * KERNEL_EFFICIENCY
     kernels = [(op, count / rate, times) for op, count, times in flops if count]
-    timed = cycles + kernels
     by_line: defaultdict[str, float] = defaultdict(float)
-    for op, seconds, times in timed:
+    for op, seconds, times in cycles + kernels:
         by_line[_instruction_line(hlo, op)] += times * seconds
     return ProgramTime(
         computing=sum(by_line.values()),

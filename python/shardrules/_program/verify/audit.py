@@ -180,7 +180,7 @@ class _Audit:
         }
         # By the plan's rows: all processes run the same programs in the same order.
         order = sorted(range(len(rows)), key=rows.__getitem__) if has_values else []
-        self._compared = [
+        self._with_copies = [
             index
             for index in order
             if _has_copies(leaves[index])
@@ -192,12 +192,12 @@ class _Audit:
         """Says in words what is compared."""
         mesh = mesh_shown(self._plan.axis_sizes) or "one device"
         scope = f"{counted(len(self._cases), 'leaf')}, on {mesh}"
-        compared = f"; copies of {counted(len(self._compared), 'leaf')} compared"
+        compared = f"; copies of {counted(len(self._with_copies), 'leaf')} compared"
         return scope + (compared if self._has_values else "")
 
     def rows(self) -> list[Row]:
         """List what processes must agree on: each path and what is at it, and the devices."""
-        texts, compared = {}, set(self._compared)
+        texts, compared = {}, set(self._with_copies)
         for index, row in enumerate(self._tree.rows):
             kind = self._plan.kinds[self._cases[index][1]]
             # Each process may have arrays on devices of its own.
@@ -224,9 +224,9 @@ class _Audit:
             for index in range(len(self._cases)):
                 for fault in self._faults_of(index):
                     leaves_of[fault].append(index)
-        arrays = [self._tree.leaves[index] for index in self._compared]
+        arrays = [self._tree.leaves[index] for index in self._with_copies]
         sums = jax.device_get(list(map(_checksums, arrays)))
-        for index, array, checksums in zip(self._compared, arrays, sums, strict=True):
+        for index, array, checksums in zip(self._with_copies, arrays, sums, strict=True):
             if differing := _differing_shown(array.sharding, checksums):
                 leaves_of[_Fault("differs", differing)].append(index)
         for fault, indices in leaves_of.items():
@@ -257,15 +257,15 @@ class _Audit:
         if fault.kind in ("sharding", "type"):
             message += f": {bytes_shown(size)} on each device, planned {bytes_shown(planned_size)}"
         rows = [self._tree.rows[index] for index in indices]
-        folded = fold([plan.paths[row] for row in rows], plan.kind_of[rows])
-        folded.sort(key=lambda group: -plan.kinds[group.group].device_bytes * len(group.rows))
+        groups = fold([plan.paths[row] for row in rows], plan.kind_of[rows])
+        groups.sort(key=lambda group: -plan.kinds[group.group].device_bytes * len(group.rows))
         rules = {kind.rule for kind in kinds.values()}
         return Finding(
             "warning" if is_small else "error",
             fault.kind,
             message,
             _FIXES[fault.kind],
-            tuple(group.pattern for group in folded),
+            tuple(group.pattern for group in groups),
             len(indices),
             rules.pop() if len(rules) == 1 else None,
             at_stake,
@@ -276,10 +276,10 @@ class _Audit:
         plan, extra = self._plan, self._tree.extra
         kinds = ((plan.paths[row], plan.kinds[plan.kind_of[row]]) for row in self._tree.missing)
         lives = zip(extra, _fields_of(list(extra.values())), strict=True)
-        lacking = {path: kind.device_bytes for path, kind in kinds if kind.shape is not None}
-        surplus = {path: _bytes_on_fullest(live) for path, live in lives if None not in live[1:]}
+        of_plan = {path: kind.device_bytes for path, kind in kinds if kind.shape is not None}
+        of_tree = {path: _bytes_on_fullest(live) for path, live in lives if None not in live[1:]}
         texts = "the tree lacks {} of the plan", "the tree has {} that the plan lacks"
-        for text, sizes in zip(texts, (lacking, surplus), strict=True):
+        for text, sizes in zip(texts, (of_plan, of_tree), strict=True):
             if count := len(sizes):
                 message, paths = text.format(counted(count, "array")), tuple(fold_paths([*sizes]))
                 fix, size = _FIXES["structure"], sum(sizes.values())

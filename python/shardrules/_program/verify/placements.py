@@ -165,29 +165,29 @@ def without_sharding(
     """
     side = executable.inputs
     pairs = zip(side.subtrees, unplaced, strict=False)
-    lost = [
+    whole = [
         leaf
         for (_, leaves), flags in pairs
         if len(leaves) == len(flags)
-        for leaf, is_lost in zip(leaves, flags, strict=True)
-        if is_lost and side.shapes[leaf] and targets[leaf] is None and _is_whole(side, leaf)
+        for leaf, is_unplaced in zip(leaves, flags, strict=True)
+        if is_unplaced and side.shapes[leaf] and targets[leaf] is None and _is_whole(side, leaf)
     ]
-    if not lost:
+    if not whole:
         return
-    rest = (leaf for leaf, target in enumerate(targets) if target is None)
-    is_sharded = any(side.shardings[leaf] and not _is_whole(side, leaf) for leaf in rest)
-    size = sum(map(side.bytes_of, lost))
+    others = (leaf for leaf, target in enumerate(targets) if target is None)
+    is_sharded = any(side.shardings[leaf] and not _is_whole(side, leaf) for leaf in others)
+    size = sum(map(side.bytes_of, whole))
     message = (
-        f"{counted(len(lost), 'array')} given without a sharding: compiled as whole on each "
+        f"{counted(len(whole), 'array')} given without a sharding: compiled as whole on each "
         f"device, {bytes_shown(size)}"
     )
     fix = (
         "say how each is sharded, with P() for one that is meant to be whole: jax.ShapeDtypeStruct("
         "x.shape, x.dtype, sharding=NamedSharding(plan.mesh, P("
-        f"{next(iter(side.shardings[lost[0]].mesh.shape))!r})))"
+        f"{next(iter(side.shardings[whole[0]].mesh.shape))!r})))"
     )
     level: Level = "info" if is_sharded and size < large else "warning"
-    yield side.finding(level, "input", message, fix, lost, bytes=size)
+    yield side.finding(level, "input", message, fix, whole, bytes=size)
 
 
 def _is_whole(side: Side, leaf: int) -> bool:
@@ -200,9 +200,9 @@ def dropped(
     side: Side, targets: Sequence[PlannedSharding | None], kept: Sequence[int]
 ) -> Iterator[Finding]:
     """Yield a finding about planned leaves that the executable does not have."""
-    lacking = sorted({*range(len(targets))}.difference(kept)) if len(kept) < len(targets) else []
+    absent = sorted({*range(len(targets))}.difference(kept)) if len(kept) < len(targets) else []
     # optax's adafactor has arrays of shape (1,) for the moments that a parameter does not need.
-    if leaves := [leaf for leaf in lacking if targets[leaf] and side.shapes[leaf] != (1,)]:
+    if leaves := [leaf for leaf in absent if targets[leaf] and side.shapes[leaf] != (1,)]:
         message = (
             f"{counted(len(leaves), 'leaf')} not used by the function: jit has dropped them, and "
             "the executable has no sharding to compare"
@@ -234,9 +234,9 @@ def large_results(
     if not states or all(targets):
         return
     of_states = {leaf for state in states for leaf in state.outputs}
-    rest = [i for i, target in enumerate(targets) if target is None and i not in of_states]
+    others = [i for i, target in enumerate(targets) if target is None and i not in of_states]
     least = max(large, _RETURNED * sum(map(side.bytes_of, of_states)))
-    if leaves := [leaf for leaf in rest if side.bytes_of(leaf) >= least]:
+    if leaves := [leaf for leaf in others if side.bytes_of(leaf) >= least]:
         size = sum(map(side.bytes_of, leaves))
         message = (
             f"{counted(len(leaves), 'leaf')} of the result, {bytes_shown(size)} on each device, "
@@ -249,8 +249,8 @@ def large_results(
 def changed(executable: Executable, states: Sequence[State]) -> Iterator[Finding]:
     """Yield findings about states that come out with another sharding, memory or dtype."""
     side, outputs = executable.inputs, executable.outputs
-    placing = _placed_by(executable.call.library, "the arrays of the new state")
-    casting = "cast the new state to the dtypes of the old one"
+    placing_fix = _placed_by(executable.call.library, "the arrays of the new state")
+    casting_fix = "cast the new state to the dtypes of the old one"
     for state in states:
         changes: dict[tuple[bool, Any, Any], list[int]] = defaultdict(list)
         before, after = at(side.shardings, state.inputs), at(outputs.shardings, state.outputs)
@@ -272,7 +272,7 @@ def changed(executable: Executable, states: Sequence[State]) -> Iterator[Finding
                 f"{counted(len(leaves), 'leaf')} of {name}: in as {old}, out as {new}: {when} "
                 f"compiles again{cost}"
             )
-            fix = placing if is_moved else casting
+            fix = placing_fix if is_moved else casting_fix
             level: Level = "warning" if is_moved and state.evidence == "alike" else "error"
             yield side.finding(level, "fixed-point", message, fix, sorted(leaves), bytes=size)
 
@@ -291,20 +291,20 @@ def undonated(executable: Executable, states: Sequence[State]) -> Iterator[Findi
     if hlo.alias_count == count:
         return
     aliased, number_of = set(hlo.aliases.values()), executable.parameter_of
-    lost = [leaf for leaf in kept if donated[leaf] and number_of[leaf] not in aliased]
+    wasted = [leaf for leaf in kept if donated[leaf] and number_of[leaf] not in aliased]
     of_states = {leaf for state in states for leaf in state.inputs}
-    rest = [leaf for leaf in lost if leaf not in of_states]
+    others = [leaf for leaf in wasted if leaf not in of_states]
     if executable.call.library == "equinox":
-        rest = []  # it donates all arguments, the batch as well, or all but the first
+        others = []  # it donates all arguments, the batch as well, or all but the first
     rows: tuple[tuple[Level, list[int], str, str], ...] = (
         (
             "error",
-            [leaf for leaf in lost if leaf in of_states],
+            [leaf for leaf in wasted if leaf in of_states],
             "the old and the new ones take {} each on each device",
             "let each come out with the shape, dtype and sharding with which it goes in; one that "
             "does not may leave another without a place",
         ),
-        ("warning", rest, "{} on each device; none is like them", "do not donate them"),
+        ("warning", others, "{} on each device; none is like them", "do not donate them"),
     )
     for level, leaves, cost, fix in rows:
         if leaves:

@@ -287,18 +287,18 @@ def asked_in_order(
     cases: Iterable[_Case], ask: Callable[[_Case], tuple[_Row, AskedProof | None]]
 ) -> Generator[tuple[_Row, AskedProof | None], None, None]:
     """Yield what is asked about each case, while the compiler of the next is at work."""
-    asked: deque[tuple[_Row, AskedProof | None]] = deque()
+    queue: deque[tuple[_Row, AskedProof | None]] = deque()
     try:
         for case in cases:
-            asked.append(ask(case))
-            if len(asked) == _AT_ONCE:
-                yield asked[0]
-                asked.popleft()
-        while asked:
-            yield asked[0]
-            asked.popleft()
+            queue.append(ask(case))
+            if len(queue) == _AT_ONCE:
+                yield queue[0]
+                queue.popleft()
+        while queue:
+            yield queue[0]
+            queue.popleft()
     finally:
-        for _, proof in asked:
+        for _, proof in queue:
             if proof is not None:
                 proof.close()
 

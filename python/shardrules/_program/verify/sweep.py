@@ -121,9 +121,9 @@ class StepSweep(Answer[StepSweepRow]):
             ]
             for row in self
         ]
-        kept = [i for i, _ in enumerate(columns) if any(line[i] for line in cells)]
-        texts = ([printable(line[i] or "") for i in kept] for line in cells)
-        return [Table([columns[i] for i in kept], texts)]
+        filled = [i for i, _ in enumerate(columns) if any(line[i] for line in cells)]
+        texts = ([printable(line[i] or "") for i in filled] for line in cells)
+        return [Table([columns[i] for i in filled], texts)]
 
 
 def _verdict(row: StepSweepRow) -> str:

@@ -156,9 +156,9 @@ def findings_and_program(
     ]
     if outputs is None and not any(out_targets):
         scope[1] = "no output compared, as outputs= is not given"
-    room = "not compared, as hbm= is not given" if hbm is None else f"within {bytes_shown(hbm)}"
-    kept = f"; {counted(len(limits), 'budget')} kept" if limits else ""
-    return Findings(findings, f"{', '.join(scope)}; peak memory {room}{kept}"), program
+    peak = "not compared, as hbm= is not given" if hbm is None else f"within {bytes_shown(hbm)}"
+    budgets = f"; {counted(len(limits), 'budget')} kept" if limits else ""
+    return Findings(findings, f"{', '.join(scope)}; peak memory {peak}{budgets}"), program
 
 
 def _for_other_devices(executable: Executable, planned: Any) -> Iterator[Finding]:
