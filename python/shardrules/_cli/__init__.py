@@ -16,8 +16,8 @@ from shardrules._cli.options import CONTEXT
 from shardrules._cli.process import FAILED, exit_with
 from shardrules._cli.project import command_named, names
 
-_ALLOCATIONS: Final = 1_000_000
-_DEVICES: Final = ("accel*", "vfio/*", "nvidia*", "kfd")
+_GC_THRESHOLD: Final = 1_000_000
+_DEVICE_FILES: Final = ("accel*", "vfio/*", "nvidia*", "kfd")
 """What there is in /dev of TPUs and GPUs."""
 _COMPLETE: Final = "_SHARDRULES_COMPLETE"
 _EPILOG: Final = f"""\b
@@ -59,10 +59,10 @@ def main() -> None:
     # Else numpy's BLAS would start a thread for each core; a plan multiplies no matrices.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Else JAX would look for a TPU because its compiler is there, and libtpu write many lines.
-    if find_spec("libtpu") and not any(any(Path("/dev").glob(name)) for name in _DEVICES):
+    if find_spec("libtpu") and not any(any(Path("/dev").glob(name)) for name in _DEVICE_FILES):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # Else the collector would visit all leaves again and again; commands make few cycles.
-    gc.set_threshold(_ALLOCATIONS)
+    gc.set_threshold(_GC_THRESHOLD)
     exit_with(run)
 
 

@@ -201,7 +201,7 @@ def show_findings(
     for finding in findings if format == "text" else ():
         label, message, *details = finding_lines(finding)
         print_text(f"{click.style(label, **_STYLES[finding.level])}: {message}")
-        print_text(_AXES_IN_FIXES.sub(_as_option, "\n".join(details)))
+        print_text(_AXES_IN_FIXES.sub(_axes_option, "\n".join(details)))
     print_beside(format, click.style(findings.notes[0], bold=True))
     return exit_code(findings, fail_on)
 
@@ -217,7 +217,7 @@ def print_beside(format: str, *lines: object) -> None:
         print_text("\n".join(map(str, lines)))
 
 
-def _as_option(match: re.Match[str]) -> str:
+def _axes_option(match: re.Match[str]) -> str:
     axes = match[2].replace("'", "").replace(" ", "")
     return f"--{match[1]}-axes {axes}"
 

@@ -21,7 +21,7 @@ from click.core import ParameterSource
 from shardrules._base.io import FileError, read_bytes
 from shardrules._base.text import printable, shown
 from shardrules._cli.options import CONTEXT, FILE, OF_ALL, OF_JOBS, Argument, KeyValues, Option
-from shardrules._cli.process import code_of, hint
+from shardrules._cli.process import code_of, hint, print_text
 
 OWN_FILE: Final = "shardrules.toml"
 # As of rule files in TOML: a table's name takes most.
@@ -136,7 +136,7 @@ def _run_jobs(
     with contextlib.chdir(path.parent):
         for job, values in jobs.items():
             if name is None:
-                click.echo(click.style(printable(f"{job}:"), bold=True), file=sys.stdout)
+                print_text(click.style(printable(f"{job}:"), bold=True))
             codes.append(_run_job(command, ctx, job, values, words))
     return max(codes)
 
