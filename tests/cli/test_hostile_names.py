@@ -124,7 +124,6 @@ check MODEL --large 1kB --format json OPTION
 check MODEL --large 1kB --format github OPTION
 explain MODEL layers/w
 explain MODEL embed/x
-sweep MODEL -m fsdp=2
 check MODEL --fix
 suggest MODEL_ALONE
 suggest MODEL_ALONE --format python
