@@ -16,7 +16,6 @@ from shardrules._base.hardware import public_hardware
 from shardrules._cli.project import command_named, names
 from shardrules._plan.codec import DIALECTS, LOGICAL_DIALECTS
 from shardrules._plan.findings import LEVELS
-from tests.support import command_page
 from tests.support.command_line import invoke, options_of
 
 PLAN = {"model": "model", "mesh": {"tp": 2}, "rules": ("r",)}
@@ -91,11 +90,6 @@ def test_the_overview_is_the_help_of_all():
         assert command.short_help in " ".join(shown.stdout.split())
     assert "128 + N" in shown.stdout
     assert invoke("--version").stdout == f"shardrules {__version__}\n"
-
-
-def test_the_page_of_commands_is_theirs():
-    text = command_page.PAGE.read_text()
-    assert text == command_page.written(text), "python -m tests.support.command_page writes it anew"
 
 
 @pytest.mark.parametrize(

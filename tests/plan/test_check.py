@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import time
-from typing import get_args
 
 import jax
 import numpy as np
@@ -19,10 +18,9 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._base.rule_specs import LibraryCorrection
 from shardrules._plan.check_context import KINDS
-from shardrules._plan.findings import CheckKind
 from shardrules._plan.fold import fold
 from tests.plan.test_check_table import LARGE, MESH, MIB, SHARDED, WHOLE, array
-from tests.support import check_kinds, corpus
+from tests.support import corpus
 from tests.support.folders import DATA
 from tests.support.plans import shard_bytes
 
@@ -373,10 +371,3 @@ def test_a_tree_of_specs_was_a_rule_of_two_hundred_characters():
     assert found.at_least("warning")
     assert all("^layer" not in one.message for one in found)
     assert "the tree's spec P()" in str(found)
-
-
-def test_kinds_are_those_that_checks_register():
-    """If it fails: `python -m tests.support.check_kinds` writes them."""
-    for file, text in check_kinds.written().items():
-        assert file.read_text(encoding="utf-8") == text
-    assert set(KINDS) == set(get_args(CheckKind))

@@ -132,30 +132,6 @@ class TestWrongInput:
                 call(tree, [(".*", None)], MESH, names=names)
 
 
-HEADS = (("heads", ("fsdp", "tp")), ("heads", "fsdp"), ("embed", "tp"))
-
-
-@pytest.mark.parametrize(
-    ("dialect", "indivisible", "expected"),
-    [
-        ("LINEN", None, P("fsdp", "tp")),  # flax tries the next rule
-        ("MAXTEXT", None, P("fsdp", None)),  # MaxText cuts the first
-        ("LINEN", "keep", P(("fsdp", "tp"), None)),
-        ("LINEN", "prefix", P("fsdp", "tp")),  # the rest is left to others
-        ("LINEN", "error", None),
-    ],
-)
-def test_what_does_not_divide(dialect, indivisible, expected):
-    policy = sr.Correction(indivisible=indivisible) if indivisible else None
-    rules = sr.LogicalRules(HEADS, getattr(sr.dialects, dialect), correction=policy)
-    plan = sr.plan({"w": array((6, 8))}, rules, MESH, names={"w": ("heads", "embed")})
-    if expected is not None:
-        assert plan.specs()["w"] == expected
-    else:
-        with pytest.raises(ValueError, match=r"not divisible by fsdp=2 \* tp=4"):
-            plan.specs()
-
-
 def random_case(rng):
     axes = ["dp", "fsdp", "tp", "sp"]
     mesh = {axis: rng.choice([1, 2, 3, 4]) for axis in axes[: rng.choice([3, 4])]}

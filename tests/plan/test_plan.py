@@ -10,7 +10,6 @@ import sys
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from types import SimpleNamespace
 
@@ -24,12 +23,8 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._base.rule_specs import LibraryCorrection
 from tests.support import corpus, references
-from tests.support.slow import MODELS
+from tests.support.entered import entered
 from tests.support.trees import WITHOUT_ARRAYS, array, kinds_of_trees, trees_of_libraries
-from tests.support.work import calls
-
-MESHES = [{"dp": 2, "fsdp": 8, "ep": 4, "tp": 4, "sp": 2}, {"fsdp": 3, "tp": 7, "mp": 2}, {"dp": 1, "fsdp": 4, "tp": 2}]
-
 
 DROPPING = LibraryCorrection(absent="drop")
 
@@ -45,22 +40,6 @@ def check_equal_to_named_shardings(plan, tree, rules, mesh):
     for sharding, spec, other in {tuple(map(id, row)): row for row in rows}.values():
         assert isinstance(spec, P)
         assert (sharding, spec) == (other, other.spec)
-
-
-@cache
-def real_trees(model):
-    manifest = corpus.manifest(model)
-    return manifest.flat(corpus.with_dtype), manifest.nested(corpus.with_dtype)
-
-
-@pytest.mark.parametrize("rule_set", corpus.regex_rule_sets()[::40])
-@pytest.mark.parametrize("model", MODELS)
-def test_real_rules_on_real_models(model, rule_set):
-    rules = sr.Rules([*corpus.rules(rule_set), (".*", P())], correction=DROPPING)
-    flat, nested = real_trees(model)
-    for mesh, tree in zip(MESHES, (flat, nested, nested), strict=True):
-        plan = sr.plan(tree, rules, mesh)
-        check_equal_to_named_shardings(plan, tree, rules, mesh)
 
 
 def all_trees():
@@ -173,7 +152,7 @@ LETTERS = str.maketrans("0123456789", "abcdefghij")
 
 @pytest.mark.parametrize("form", ["layers/{0}/w", "layers/{0}/1/w", "{0}/0/1/w"])
 def test_what_does_not_fold_costs_little_more(form):
-    """Of each row its kind was worded anew, in each check: now a row costs some 75 calls in all."""
+    """Of each row its kind was worded anew, in each check: now a row costs some 8 calls of ours in all."""
 
     def ask(names):
         plan = sr.plan(dict.fromkeys(names, array(8, 8)), [("w", ("fsdp", "tp")), (".*", ())], {"fsdp": 8, "tp": 4})
@@ -181,7 +160,9 @@ def test_what_does_not_fold_costs_little_more(form):
 
     names = [form.format(str(i).translate(LETTERS)) for i in range(3_000)]
     ask(names[:1])  # the first time imports
-    assert calls(lambda: ask(names)) < 100 * len(names)
+    with entered() as calls:
+        ask(names)
+    assert len(calls) < 10 * len(names)
 
 
 class TestOptimizer:

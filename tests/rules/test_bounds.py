@@ -11,12 +11,8 @@ from shardrules._rules.rules import matcher_of
 from tests.support import corpus
 from tests.support.contexts import measures_memory
 from tests.support.corpus import manifest
-from tests.support.random_patterns import compiles, random_pattern, random_text
-from tests.support.slow import slow
 from tests.support.trees import paths_of
 from tests.support.work import counters
-
-STATE_BYTES = 2000  # more than any state of these patterns takes
 
 # Exponential for `re`, or for a DFA that is built in advance.
 ADVERSARIAL = [
@@ -77,23 +73,6 @@ def test_alternations_of_hundreds_of_numbers(shape):
     assert counted.states_built < 3000
     # The other characters are one look-up.
     assert counted.simulated_steps < 0.3 * sum(map(len, names))
-
-
-@pytest.mark.parametrize("count", [1_000, slow(10_000)])
-def test_many_random_rules(rng, count):
-    patterns = []
-    while len(patterns) < count:
-        pattern = random_pattern(rng)
-        if compiles(pattern) is not None:
-            patterns.append(pattern)
-    rules = sr.Rules([(f"no/{i}/{p}|{p}x{i}y", i) for i, p in enumerate(patterns)])
-    texts = [random_text(rng, 12) for _ in range(300)]
-    for text in texts:
-        rules.first_match(text)
-    steps = sum(map(len, texts))
-    counted = counters(rules)
-    assert counted.simulated_steps + counted.states_built <= 2 * steps + 1
-    assert counted.states_built * STATE_BYTES < 32 << 20 or counted.cache_clears > 0
 
 
 def test_transitions_that_take_turns_become_states():

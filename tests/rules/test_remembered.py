@@ -3,10 +3,8 @@
 import enum
 import gc
 import re
-import threading
 import weakref
 from collections import namedtuple
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -178,17 +176,3 @@ def test_the_memory_is_bounded():
     specs._remembered_spec.cache_clear()
     gc.collect()
     assert alive() is None
-
-
-def test_threads_share_what_is_remembered():
-    barrier = threading.Barrier(8)
-
-    def match(number):
-        barrier.wait()
-        return [sr.match_partition_rules([("wq", f"a{(number + i) % 20}"), (".*", None)], TREE) for i in range(60)]
-
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(match, range(8)))
-    for number, trees in enumerate(found):
-        specs = [tree["wq"]["kernel"] for tree in trees]
-        assert specs == [P(f"a{(number + i) % 20}") for i in range(60)]

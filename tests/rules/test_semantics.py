@@ -97,26 +97,6 @@ def test_logged_moves(monkeypatch, match, word):
         assert {w.filename for w in record} <= {__file__}
 
 
-def test_specs_in_other_forms():
-    tree = {k: np.zeros((4, 4)) for k in ("none", "axis", "tuple", "list")}
-    rules = [
-        ("none", None), ("axis", "tp"), ("tuple", ("dp", ("fsdp", "tp"), None)), ("list", ["dp", ["tp"]])
-    ]  # fmt: skip
-    assert sr.match_partition_rules(rules, tree) == {
-        "none": P(), "axis": P("tp"), "tuple": P("dp", ("fsdp", "tp")), "list": P("dp", ("tp",))
-    }  # fmt: skip
-    assert sr.match_partition_rules(rules, tree, strict=False)["tuple"] == P("dp", ("fsdp", "tp"), None)
-
-
-def test_other_objects_are_given_as_they_are():
-    payload = frozenset({"any", "hashable"})
-    device = jax.devices()[0]
-    tree = {"a": np.zeros(2), "b": np.zeros((1, 2))}
-    assert sr.match_partition_rules([("a", payload), ("b", device)], tree) == {
-        "a": payload, "b": device
-    }  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def eformer():
     return pytest.importorskip("eformer.escale", reason="eformer is not installed")

@@ -11,25 +11,18 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._core import aligned_values
+from tests.support.references import SLASHED
 from tests.support.trees import array, kinds_of_trees, trees_of_libraries
-
-
-def key_text(entry):
-    """As eformer.pytree.tree_path_to_string."""
-    for attribute in ("idx", "name", "key"):
-        if type(entry).__module__.startswith("jax") and hasattr(entry, attribute):
-            return str(getattr(entry, attribute))
-    return str(entry)
 
 
 def assert_same_tree(tree):
     """Each leaf's rule is found by its path; the trees have equal structures."""
     paths = [p for p, _ in tree_util.tree_flatten_with_path(tree)[0]]
-    texts = ["/".join(map(key_text, path)) for path in paths]
+    texts = list(map(SLASHED, paths))
     # One rule a leaf, whose spec is its number: the result shows which path each leaf had.
     rules = sr.Rules([(rf"\A{re.escape(text)}\Z", number) for number, text in enumerate(texts)])
     result = rules.match(tree, strict=False)
-    expected = tree_util.tree_map_with_path(lambda path, _: texts.index("/".join(map(key_text, path))), tree)
+    expected = tree_util.tree_map_with_path(lambda path, _: texts.index(SLASHED(path)), tree)
     assert tree_util.tree_structure(result) == tree_util.tree_structure(expected)
     assert tree_util.tree_leaves(result) == tree_util.tree_leaves(expected)
     return result
