@@ -38,7 +38,8 @@ from shardrules._checkpoint.layouts import (
     whole_box,
 )
 from shardrules._checkpoint.targets import Part, Target
-from shardrules._plan.files.leaves import ArraySpec, RemoteFile, StoredFile, state_of
+from shardrules._plan.files.leaves import ArraySpec, StoredFile, state_of
+from shardrules._plan.files.remote import RemoteFile
 
 DEFAULT_IN_FLIGHT: Final = 2 << 30
 """Bytes that are on their way at once, unless more or less is asked for."""

@@ -129,11 +129,11 @@ def _forgotten(context: CheckContext, axis: str, state: set[int]) -> list[bool]:
     Parameters are like parameters, and optimizer state, `state`, is like optimizer state.
     """
     sizes, counts = context.sizes, context.plan.counts.tolist()
-    cut: dict[tuple[bool, int], int] = defaultdict(int)
+    bytes_of_rank: dict[tuple[bool, int], int] = defaultdict(int)
     for number, kind in enumerate(context.kinds):
         if axis in axes_named(kind.spec) and sizes[axis] > 1:
-            cut[number in state, len(kind.shape or ())] += kind.bytes * counts[number]
-    if not cut:
+            bytes_of_rank[number in state, len(kind.shape or ())] += kind.bytes * counts[number]
+    if not bytes_of_rank:
         return []
     return [
         could_cut(axis, kind, sizes)
@@ -143,7 +143,7 @@ def _forgotten(context: CheckContext, axis: str, state: set[int]) -> list[bool]:
         and context.large
         <= sum(
             size
-            for (in_state, rank), size in cut.items()
+            for (in_state, rank), size in bytes_of_rank.items()
             if in_state == (number in state) and rank <= len(kind.shape or ())
         )
         for number, kind in enumerate(context.kinds)
@@ -160,37 +160,37 @@ def unused_axes(context: CheckContext) -> Iterator[Finding]:
     plan, kinds = context.plan, context.kinds
     # Locks know rules alone.
     specs = [plan._spec_of_rule(rule) for kind in kinds for rule in kind.deciders]
-    requested = [kind.wanted for kind in kinds]
-    named = frozenset().union(*map(axes_named, dict.fromkeys([*specs, *requested])))
+    wanted_specs = [kind.wanted for kind in kinds]
+    named_axes = frozenset().union(*map(axes_named, dict.fromkeys([*specs, *wanted_specs])))
     # An axis that leaves lose, or that a misspelt one means, is reported as a correction.
     losses = [loss for kind in kinds for loss in kind.losses]
-    lost = {a for loss in losses for a in (*loss.axes, *loss.beside, *loss.meant)}
+    lost_axes = {a for loss in losses for a in (*loss.axes, *loss.beside, *loss.meant)}
     # Dead rules for paths are told themselves; those for names are often for activations, unless
     # leaves have names that no rule knows.
-    known = {None, *[name for name, _ in plan.rules]}
+    rule_names = {None, *[name for name, _ in plan.rules]}
     are_told = context.path_rules is not None or all(
-        known.issuperset(kind.names or ()) for kind in kinds
+        rule_names.issuperset(kind.names or ()) for kind in kinds
     )
     for axis, dead in context.dead_rules_of.items():
-        if axis in context.data_axes or axis in lost:
+        if axis in context.data_axes or axis in lost_axes:
             continue
         size = context.sizes[axis]
         could = context.folded([could_cut(axis, kind, context.sizes) for kind in kinds])
         cost = _saved_by(context, size, context.undeclared(could))
         costs, fix = f"everything is held {size} times along it", "name it in a rule"
-        if axis in named:
+        if axis in named_axes:
             costs, fix, cost = f"{costs}, though rules name it", "`explain` a path to see why", 0
         elif dead:
             costs += f"; it is named only by {context.rules(dead)}, which no leaf meets"
             fix = "correct the rule" if len(dead) == 1 else "correct the rules"
-        alone = dead if axis not in named else []
-        is_warning = context.is_much(cost) and not (alone and are_told)
+        rules = dead if axis not in named_axes else []
+        is_warning = context.is_much(cost) and not (rules and are_told)
         yield finding(
             "unused-axis",
             f"the mesh axis {axis!r} cuts no leaf: {costs}",
             f"{fix}; or declare that it cuts data alone: data_axes=[{axis!r}]",
             level="warning" if is_warning else "info",
-            rule=only_one(alone),
+            rule=only_one(rules),
             bytes=cost,
         )
 
@@ -314,13 +314,13 @@ def _deciding(context: CheckContext, folded: Folded, loss: Loss) -> tuple[int, .
     kind = context.kinds[folded.group]
     if kind.names is None:
         return kind.deciders
-    lost = [
+    rules_of_loss = [
         rule_loss.rule
         for rule_loss in kind.lost_rules
         if (rule_loss.dim, rule_loss.why) == (loss.dim, loss.kind)
     ]
-    decided = [rule for rule in kind.dim_rules[loss.dim : loss.dim + 1] if rule is not None]
-    return tuple([*lost, *decided][:1])
+    rules_of_dim = [rule for rule in kind.dim_rules[loss.dim : loss.dim + 1] if rule is not None]
+    return tuple([*rules_of_loss, *rules_of_dim][:1])
 
 
 CHECKS: Final[tuple[Check, ...]] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache, partial
@@ -10,17 +11,16 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import numpy as np
 
 from shardrules._base.rule_specs import Fsdp, rule_spec, rule_spec_shown
-from shardrules._plan.findings import CheckKind, Declared, Finding, Level, compiled_replicated
+from shardrules._plan.findings import CheckKind, Declared, Finding, Level
 from shardrules._plan.fold import Folded, fold
 from shardrules._plan.kinds import Kind, axes_named, axes_used, is_replicated
 from shardrules._plan.leaves import UNMATCHED, first_rules
+from shardrules._rules.patterns import parse
 from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
     from shardrules._plan.plan import Plan
 
-# A rule that matches these, and all leaves, matches whatever comes.
-_PROBES: Final = ("~", "\x01/\x02")
 # What adds more than this share to the bytes that a device must hold anyway is much.
 _MUCH: Final = 0.02
 
@@ -122,12 +122,6 @@ def only_one(rules: Sequence[int]) -> int | None:
     return rules[0] if len(rules) == 1 else None
 
 
-@lru_cache(maxsize=64)
-def _matching_all(rules: Rules) -> frozenset[int]:
-    """Return the rules that match whatever comes."""
-    return frozenset.intersection(*[frozenset(rules.all_matches(probe)) for probe in _PROBES])
-
-
 class CheckContext:
     """A plan, what is declared about it, and what several checks ask of it."""
 
@@ -152,7 +146,7 @@ class CheckContext:
         self.head_dim = head_dim
         self.hbm = hbm
         patterns = declared["replicated"]
-        self._declared = compiled_replicated(patterns) if patterns else None
+        self._declared = _rules_of_declared(patterns) if patterns else None
 
     @cached_property
     def catch_alls(self) -> frozenset[int]:
@@ -238,18 +232,20 @@ class CheckContext:
     @cached_property
     def dead_rules_of(self) -> dict[str, list[int]]:
         """The mesh axes that cut no leaf, each with the rules for no leaf that name it."""
-        named = {rule: axes_named(self.plan._spec_of_rule(rule)) for rule in self.dead}
-        used = frozenset().union(*[axes_used(kind._counted, self.sizes) for kind in self.kinds])
+        axes_of_rule = {rule: axes_named(self.plan._spec_of_rule(rule)) for rule in self.dead}
+        cutting_axes = frozenset().union(
+            *[axes_used(kind._counted, self.sizes) for kind in self.kinds]
+        )
         return {
-            axis: [rule for rule, axes in named.items() if axis in axes]
+            axis: [rule for rule, axes in axes_of_rule.items() if axis in axes]
             for axis, size in self.sizes.items()
-            if size > 1 and axis not in used
+            if size > 1 and axis not in cutting_axes
         }
 
     def optional_axes_of(self, rule: int | None) -> frozenset[str]:
         """Return the mesh axes that a mesh may lack, as far as this rule is concerned."""
-        declared = () if rule is None else rule_spec(self.plan.rules[rule][1]).optional_axes
-        return frozenset({*self.plan.rules.optional_axes, *declared})
+        axes = () if rule is None else rule_spec(self.plan.rules[rule][1]).optional_axes
+        return frozenset({*self.plan.rules.optional_axes, *axes})
 
     def rules_of(self, folded: Iterable[Folded]) -> list[int]:
         """Return the rules that decide these leaves, ascending."""
@@ -274,3 +270,24 @@ class CheckContext:
         if kind.rule is not None:
             return self.rule(kind.rule)
         return "no rule decides" if kind.names is None else f"the names {kind.names}"
+
+
+@lru_cache(maxsize=16)
+def _rules_of_declared(patterns: tuple[str | re.Pattern[str], ...]) -> Rules:
+    """Return the patterns as rules that are searched in printed paths, in every dialect.
+
+    The error of an invalid pattern has its index.
+    """
+    for index, pattern in enumerate(patterns):
+        parse(f"replicated[{index}]", pattern)
+    return Rules([(pattern, None) for pattern in patterns])
+
+
+# A rule that matches these, and all leaves, matches whatever comes.
+_PROBES: Final = ("~", "\x01/\x02")
+
+
+@lru_cache(maxsize=64)
+def _matching_all(rules: Rules) -> frozenset[int]:
+    """Return the rules that match whatever comes."""
+    return frozenset.intersection(*[frozenset(rules.all_matches(probe)) for probe in _PROBES])

@@ -35,15 +35,15 @@ from shardrules._plan.path_words import HEAD_NORM, is_gathered
 from shardrules._rules.resolver import axes_in
 
 
-def following(context: CheckContext) -> Iterator[Finding]:
+def companions_in_vain(context: CheckContext) -> Iterator[Finding]:
     plan, links, companions = context.plan, context.plan._leaves.links, context.companions
     if not companions:
         return
-    unled: dict[Companion, list[int]] = defaultdict(list)
+    rows_of_companion: dict[Companion, list[int]] = defaultdict(list)
     for row, of_row in links.items():
         if plan.sources[row] != of_row[-1].base:
-            unled[of_row[-1].companion].append(row)
-    for companion, rows_of_it in unled.items():
+            rows_of_companion[of_row[-1].companion].append(row)
+    for companion, rows_of_it in rows_of_companion.items():
         rows = np.array(sorted(rows_of_it))
         folded = fold([plan.paths[row] for row in rows], plan.kind_of[rows])
         base = links[int(rows[0])][-1].base
@@ -60,11 +60,11 @@ def following(context: CheckContext) -> Iterator[Finding]:
         )
     from shardrules._plan.companion_tables import LORA, QUANTIZED
 
-    successful = {link.companion for of_row in links.values() for link in of_row}
+    finders = {link.companion for of_row in links.values() for link in of_row}
     # Most records of the package's own tables find nothing, by design.
-    idle = [each for each in companions if each not in (*successful, *LORA, *QUANTIZED)]
-    who = [f"the companion {each.pattern!r} finds" for each in idle]
-    for text in who or ([] if successful else ["the companions find"]):
+    idlers = [each for each in companions if each not in (*finders, *LORA, *QUANTIZED)]
+    who = [f"the companion {each.pattern!r} finds" for each in idlers]
+    for text in who or ([] if finders else ["the companions find"]):
         fix = "correct its pattern or dims to what the tree's leaves are, or leave it out"
         yield finding("companion", f"{text} no leaf", fix)
 
@@ -78,7 +78,7 @@ def cut_ranks(context: CheckContext) -> Iterator[Finding]:
 
     links = links_of(plan._leaves, LORA)
     rule_of = first_rules(rules, [link.base for chain in links.values() for link in chain])
-    cut: dict[int, list[Folded]] = defaultdict(list)
+    parts_of_rule: dict[int, list[Folded]] = defaultdict(list)
     for part in plan.folded:
         row, kind = int(part.rows[0]), context.kinds[part.group]
         chain = () if row in plan._leaves.links else links.get(row, ())
@@ -86,8 +86,8 @@ def cut_ranks(context: CheckContext) -> Iterator[Finding]:
             entries = zip(link.step.dims, kind.spec or (), strict=False)
             is_cut = any(dim is None and entry is not None for dim, entry in entries)
             if is_cut and kind.rule is not None and kind.rule == rule_of[link.base]:
-                cut[kind.rule].append(part)
-    for rule, folded in cut.items():
+                parts_of_rule[kind.rule].append(part)
+    for rule, folded in parts_of_rule.items():
         yield finding(
             "companion",
             f"{context.rule(rule)} is for kernels, and decides the factors of LoRA beside them, "
@@ -149,7 +149,7 @@ def catch_alls(context: CheckContext) -> Iterator[Finding]:
         leaves = leaves_in(folded)
         total = sum([kinds[part.group].bytes * len(part.rows) for part in folded])
         # Together: 10,000 experts of a megabyte each are as costly as one of 10 GB.
-        silent = context.device_bytes(
+        silent_bytes = context.device_bytes(
             [part for part in folded if context.is_whole(kinds[part.group])]
         )
         cost, dead = context.device_bytes(folded), rules_listed(context.dead)
@@ -162,7 +162,7 @@ def catch_alls(context: CheckContext) -> Iterator[Finding]:
             + (f" (perhaps meant for them, but matching nothing: {dead})" if dead else "")
             + "; or declare them replicated",
             folded,
-            level=context.level(silent, "error"),
+            level=context.level(silent_bytes, "error"),
             rule=rule,
             bytes=cost,
         )
@@ -182,17 +182,17 @@ def replicated(context: CheckContext) -> Iterator[Finding]:
         large = [part for part in folded if kinds[part.group].device_bytes >= context.large]
         if not large and not context.is_much(context.device_bytes(folded)):
             continue
-        reported, noun = (large, "large leaf") if large else (folded, "leaf")
-        kind = kinds[reported[0].group]
+        parts, noun = (large, "large leaf") if large else (folded, "leaf")
+        kind = kinds[parts[0].group]
         why = context.who(kind)
-        if any(kinds[part.group].losses for part in reported):
+        if any(kinds[part.group].losses for part in parts):
             why += ", of which the shapes and the mesh leave nothing"
-        cost = context.device_bytes(reported)
+        cost = context.device_bytes(parts)
         yield finding(
             "replicated",
-            f"{counted(leaves_in(reported), noun)} replicated ({why}): {at_stake(cost)}",
+            f"{counted(leaves_in(parts), noun)} replicated ({why}): {at_stake(cost)}",
             "shard them, or declare them replicated",
-            reported,
+            parts,
             rule=kind.rule,
             bytes=cost,
         )
@@ -227,18 +227,18 @@ def cut_heads(context: CheckContext) -> Iterator[Finding]:
         part = size / prod(cutting)
         if part == size or size % head or part % head == 0:
             continue
-        heads, alone = size // head, axes[0] if len(axes) == 1 else ""
-        cut = (
+        heads, axis_of_heads = size // head, axes[0] if len(axes) == 1 else ""
+        division = (
             f"dim {dim} of size {size}, {counted(heads, 'head')} of {head}, is cut into "
             f"parts of {part:g}, {part / head:.3g} heads"
         )
         fix = "cut by fewer devices, or keep heads whole with RuleSpec(..., units=...)"
-        if advice := few_heads_advice(heads, alone, context.sizes.get(alone, 1)):
+        if advice := few_heads_advice(heads, axis_of_heads, context.sizes.get(axis_of_heads, 1)):
             fix += f", and {advice}"
-        groups[kind.rule, cut, fix].append(folded_leaves)
-    for (rule, cut, fix), leaves in groups.items():
+        groups[kind.rule, division, fix].append(folded_leaves)
+    for (rule, division, fix), leaves in groups.items():
         who = "" if rule is None else f"{context.rule(rule)}: "
-        message = f"{who}{cut}; devices exchange parts of heads in each step"
+        message = f"{who}{division}; devices exchange parts of heads in each step"
         yield finding("half-head", message, fix, leaves, rule=rule)
 
 
@@ -342,7 +342,7 @@ def nnx_values(context: CheckContext) -> Iterator[Finding]:
 
 
 CHECKS: Final[tuple[Check, ...]] = (
-    (following, None),
+    (companions_in_vain, None),
     (cut_ranks, "paths"),
     (too_large, None),
     (unpinned, None),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self, TypedDict, get_args
@@ -10,8 +9,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self, TypedDi
 from shardrules._base.arguments import as_tuple, check_choice, check_file, integer
 from shardrules._base.text import and_more, bytes_shown, counted, printable, printable_lines, record
 from shardrules._plan.answers import Answer, Section
-from shardrules._rules.patterns import parse
-from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
     from shardrules._plan.report import Page
@@ -35,17 +32,6 @@ def all_declared(first: Declared, second: Declared) -> Declared:
         replicated=first["replicated"] + second["replicated"],
         data_axes=first["data_axes"] + second["data_axes"],
     )
-
-
-@functools.lru_cache(maxsize=16)
-def compiled_replicated(patterns: tuple[str | re.Pattern[str], ...]) -> Rules:
-    """Return the patterns as rules that are searched in printed paths, in every dialect.
-
-    The error of an invalid pattern has its index.
-    """
-    for index, pattern in enumerate(patterns):
-        parse(f"replicated[{index}]", pattern)
-    return Rules([(pattern, None) for pattern in patterns])
 
 
 Level = Literal["error", "warning", "info"]
@@ -149,10 +135,10 @@ class Findings(Answer[Finding]):
         """Return the findings of this level and worse."""
         check_choice("level", level, LEVELS)
         most = LEVELS.index(level)
-        kept = [finding for finding in self if LEVELS.index(finding.level) <= most]
-        omitted = len(self) - len(kept)
+        findings = [finding for finding in self if LEVELS.index(finding.level) <= most]
+        omitted = len(self) - len(findings)
         left_out = f"{counted(omitted, 'finding')} below {level} left out" if omitted else ""
-        return Findings(kept, "; ".join(filter(None, [self.scope, left_out])))
+        return Findings(findings, "; ".join(filter(None, [self.scope, left_out])))
 
     def raise_for(self, level: Level = "error") -> None:
         """Raise an error if there are findings of this level or worse: a line for a test.
@@ -221,9 +207,9 @@ def github_commands(
             )
         line = None if rule is None or not file else str(lines[rule])
         properties = {"file": file, "line": line, "title": f"{title} {finding.kind}"}
-        named = [f"{name}={_percent_escaped(t, ':,')}" for name, t in properties.items() if t]
+        fields = [f"{name}={_percent_escaped(t, ':,')}" for name, t in properties.items() if t]
         text = printable_lines([finding.message, *finding.paths[:_MOST_PATHS], finding.fix])
-        annotation = printable(f"{','.join(named)}::{_percent_escaped(text)}")
+        annotation = printable(f"{','.join(fields)}::{_percent_escaped(text)}")
         commands.append(f"::{_GITHUB_COMMANDS[finding.level]} {annotation}")
     return "\n".join(commands)
 

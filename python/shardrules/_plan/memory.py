@@ -49,8 +49,8 @@ class DeviceBytes(NamedTuple):
         on_device = {name: size for name, size in self._asdict().items() if name != "host"}
         parts = (f"{name} {bytes_shown(size)}" for name, size in on_device.items() if size)
         host = f"; {bytes_shown(self.host)} in the host's memory" if self.host else ""
-        held = f"{bytes_shown(self.max)} on the fullest device: "
-        return f"{held}{', '.join(parts) or 'nothing'}{host}"
+        total = f"{bytes_shown(self.max)} on the fullest device: "
+        return f"{total}{', '.join(parts) or 'nothing'}{host}"
 
     def _fits(self, hbm: int | None) -> bool | None:
         """Tell whether a device has room for that; None if its memory is not known."""

@@ -27,18 +27,7 @@ Side = Literal[
 """Role of a dimension: a stack of layers; of experts; rows of an embedding; the side of the
 residual stream, or the other one; heads, and the size of one; kernels that are stacked into one; a
 window of a convolution; the only dimension; of size 1."""
-
 Shape = tuple[int, ...]
-
-
-_NUMBERED_EXPERTS: Final = re.compile(r"(?:^|[/.\[\]'])experts?_?[/.\[\]']*\{([^{}]*)\}")
-# Sizes of windows, and of stacks of kernels, such as those of keys and values, are smaller.
-_WINDOW: Final = 32
-_MOST_FUSED: Final = 4
-_FEW: Final = 3
-# Elements of a head of unknown size; models narrower than that have half as many.
-_HEAD: Final = 128
-_SMALL: Final = 2048
 
 
 class Dims(NamedTuple):
@@ -63,6 +52,42 @@ class Dims(NamedTuple):
     def is_vector(self) -> bool:
         """True for biases and norms."""
         return not {"residual", "hidden", "vocabulary", "heads"} & {*self.sides}
+
+
+def roles_of(
+    folded: Iterable[Folded], shapes: Sequence[Shape], head_dim: int | None = None
+) -> list[Dims]:
+    """Return the roles of the dimensions of a model's parameters, for each folded path.
+
+    `shapes` are those of the groups; `head_dim` is by default that of norms of single heads.
+    """
+    arrays = [_Array(of, shapes[of.group]) for of in folded]
+    _find_stacks(arrays)
+    _find_heads(arrays, head_dim)
+    _find_experts(arrays)
+    width = _residual_width(arrays)
+    is_in_out = _is_in_out(arrays, width)
+    for array in arrays:
+        array.contracted = _contracted(array, width, is_in_out)
+    roles = [_dims(*pair) for pair in zip(arrays, _residual_widths(arrays, width), strict=True)]
+    queries: dict[tuple[str, ...], int] = defaultdict(int)
+    for array, dims in zip(arrays, roles, strict=True):
+        if array.is_attention:
+            queries[array.block] = max(queries[array.block], _hidden_size(array, dims))
+    counts = {array.experts for array in arrays if array.experts > 1}
+    return [
+        _with_tensor(array, dims, queries[array.block], width, counts)
+        for array, dims in zip(arrays, roles, strict=True)
+    ]
+
+
+def experts_dim(path: str, shape: Shape) -> int | None:
+    """Return the dimension of experts, by the path and the shape of a kernel alone; or None."""
+    words = [word.lower() for word in COMPONENT.findall(path)]
+    return len(shape) - 3 if _is_of_experts(words) and len(shape) > 2 else None
+
+
+_NUMBERED_EXPERTS: Final = re.compile(r"(?:^|[/.\[\]'])experts?_?[/.\[\]']*\{([^{}]*)\}")
 
 
 @dataclass
@@ -175,62 +200,10 @@ class _Array:
         return is_in_attention and (is_from or path_words.TO_HEADS.is_name(name))
 
 
-def roles_of(
-    folded: Iterable[Folded], shapes: Sequence[Shape], head_dim: int | None = None
-) -> list[Dims]:
-    """Return the roles of the dimensions of a model's parameters, for each folded path.
-
-    `shapes` are those of the groups; `head_dim` is by default that of norms of single heads.
-    """
-    arrays = [_Array(of, shapes[of.group]) for of in folded]
-    _find_stacks(arrays)
-    _find_heads(arrays, head_dim)
-    _find_experts(arrays)
-    width = _residual_width(arrays)
-    is_in_out = _is_in_out(arrays, width)
-    for array in arrays:
-        array.contracted = _contracted(array, width, is_in_out)
-    roles = [_dims(*pair) for pair in zip(arrays, _residual_widths(arrays, width), strict=True)]
-    queries: dict[tuple[str, ...], int] = defaultdict(int)
-    for array, dims in zip(arrays, roles, strict=True):
-        if array.is_attention:
-            queries[array.block] = max(queries[array.block], _hidden_size(array, dims))
-    counts = {array.experts for array in arrays if array.experts > 1}
-    return [
-        _with_tensor(array, dims, queries[array.block], width, counts)
-        for array, dims in zip(arrays, roles, strict=True)
-    ]
-
-
-def _find_heads(arrays: list[_Array], head_dim: int | None) -> None:
-    """Find the sizes of heads. Norms of all heads together are as large as their projection."""
-    norms: dict[tuple[str, ...], set[int]] = defaultdict(set)
-    for array in arrays:
-        if path_words.HEAD_NORM.is_name(array.bare[-1]) and array.shape:
-            norms[array.bare[:-1]].add(array.shape[-1])
-    projections = [array for array in arrays if array.has_heads]
-    for array in projections:
-        if len(array.rest) < 3:
-            norms[array.bare[:-1]] -= {*array.shape}
-    for array in projections:
-        sizes = norms[array.bare[:-1]] - {1}
-        array.head = head_dim or (sizes.pop() if len(sizes) == 1 else None)
-
-
-def experts_dim(path: str, shape: Shape) -> int | None:
-    """Return the dimension of experts, by the path and the shape of a kernel alone; or None."""
-    words = [word.lower() for word in COMPONENT.findall(path)]
-    return len(shape) - 3 if _is_of_experts(words) and len(shape) > 2 else None
-
-
-def _is_of_experts(words: Iterable[str]) -> bool:
-    return path_words.EXPERTS.are_in(*words) and not path_words.NO_EXPERTS.are_in(*words)
-
-
 def _find_stacks(arrays: list[_Array]) -> None:
     """Find the dimensions of scanned layers, by their norms, or by name and shapes."""
     stacks: list[tuple[tuple[str, ...], int, int]] = []
-    named: dict[tuple[str, ...], list[Shape]] = defaultdict(list)
+    shapes_of: dict[tuple[str, ...], list[Shape]] = defaultdict(list)
     for array in arrays:
         words = array.words
         if array.is_norm and len(array.shape) == 2 and 1 not in array.shape:
@@ -239,8 +212,10 @@ def _find_stacks(arrays: list[_Array]) -> None:
             stacks.append((block, array.shape.index(layers), layers))
         for end in range(1, len(words)):
             if path_words.STACK.is_name(words[end - 1]) and words[end] != "#":
-                named[words[:end]].append(array.shape)
-    stacks += [(block, 0, shapes[0][0]) for block, shapes in named.items() if _are_stacked(shapes)]
+                shapes_of[words[:end]].append(array.shape)
+    stacks += [
+        (block, 0, shapes[0][0]) for block, shapes in shapes_of.items() if _are_stacked(shapes)
+    ]
     for array in arrays:
         for block, dim, layers in stacks:
             is_inside = array.words[: len(block)] == block
@@ -259,6 +234,21 @@ def _are_stacked(shapes: list[Shape]) -> bool:
         and any(shape[0] not in shape[1:] for shape in kernels)
         and all(shape[0] < max(shape[1:]) for shape in kernels)
     )
+
+
+def _find_heads(arrays: list[_Array], head_dim: int | None) -> None:
+    """Find the sizes of heads. Norms of all heads together are as large as their projection."""
+    norms: dict[tuple[str, ...], set[int]] = defaultdict(set)
+    for array in arrays:
+        if path_words.HEAD_NORM.is_name(array.bare[-1]) and array.shape:
+            norms[array.bare[:-1]].add(array.shape[-1])
+    projections = [array for array in arrays if array.has_heads]
+    for array in projections:
+        if len(array.rest) < 3:
+            norms[array.bare[:-1]] -= {*array.shape}
+    for array in projections:
+        sizes = norms[array.bare[:-1]] - {1}
+        array.head = head_dim or (sizes.pop() if len(sizes) == 1 else None)
 
 
 def _find_experts(arrays: list[_Array]) -> None:
@@ -283,6 +273,10 @@ def _find_experts(arrays: list[_Array]) -> None:
             array.front[rest[0]] = "experts"
 
 
+def _is_of_experts(words: Iterable[str]) -> bool:
+    return path_words.EXPERTS.are_in(*words) and not path_words.NO_EXPERTS.are_in(*words)
+
+
 def _residual_width(arrays: Iterable[_Array], outside: Container[int] = ()) -> int:
     """Return the size that most arrays have, the smallest of equals; 0 without any.
 
@@ -295,15 +289,8 @@ def _residual_width(arrays: Iterable[_Array], outside: Container[int] = ()) -> i
     return max(votes, key=lambda size: (size in outside, votes[size], -size), default=0)
 
 
-def _residual_widths(arrays: list[_Array], width: int) -> list[set[int]]:
-    """Find the residual widths near each array: its tower's; outside of towers, all."""
-    towers: dict[str | None, list[_Array]] = defaultdict(list)
-    for array in arrays:
-        towers[array.tower].append(array)
-    outside = {size for array in towers.pop(None, ()) for size in array.widths}
-    width_of = {tower: _residual_width(inside, outside) for tower, inside in towers.items()}
-    widths = {*width_of.values()} - {0} or {width}
-    return [{width_of[array.tower]} if width_of.get(array.tower) else widths for array in arrays]
+# Names that agree, at least, to be believed.
+_FEW: Final = 3
 
 
 def _is_in_out(arrays: list[_Array], width: int) -> bool | None:
@@ -317,10 +304,10 @@ def _is_in_out(arrays: list[_Array], width: int) -> bool | None:
             first, last = (array.shape[array.rest[end]] == width for end in (0, -1))
             if first != last:
                 votes += 1 if first == (flow == "reads") else -1
-    called = {array.words[-1] for array in arrays if len(array.shape) > 1}
+    last_words = {array.words[-1] for array in arrays if len(array.shape) > 1}
     if abs(votes) >= _FEW:
         return votes > 0
-    return "kernel" in called if ("kernel" in called) != ("weight" in called) else None
+    return "kernel" in last_words if ("kernel" in last_words) != ("weight" in last_words) else None
 
 
 def _contracted(array: _Array, width: int, is_in_out: bool | None) -> list[int]:
@@ -340,14 +327,15 @@ def _contracted(array: _Array, width: int, is_in_out: bool | None) -> list[int]:
     return rest[:-1] if last and not first else rest[:1]
 
 
-def _is_router(array: _Array, counts: set[int]) -> bool:
-    """Tell if it makes a number for each expert: a model has as many as routers have outputs."""
-    ins = array.contracted
-    outs = [dim for dim in array.rest if dim not in ins]
-    if not (ins and outs) or array.is_lookup or array.experts > 1:
-        return False
-    sizes = (prod(array.shape[dim] for dim in dims) for dims in (ins, outs))
-    return path_words.ROUTER.is_name(array.name) and min(sizes) in counts
+def _residual_widths(arrays: list[_Array], width: int) -> list[set[int]]:
+    """Find the residual widths near each array: its tower's; outside of towers, all."""
+    towers: dict[str | None, list[_Array]] = defaultdict(list)
+    for array in arrays:
+        towers[array.tower].append(array)
+    outside = {size for array in towers.pop(None, ()) for size in array.widths}
+    width_of = {tower: _residual_width(inside, outside) for tower, inside in towers.items()}
+    widths = {*width_of.values()} - {0} or {width}
+    return [{width_of[array.tower]} if width_of.get(array.tower) else widths for array in arrays]
 
 
 def _dims(array: _Array, widths: set[int]) -> Dims:
@@ -371,6 +359,10 @@ def _dims(array: _Array, widths: set[int]) -> Dims:
         return dims._replace(head=dims.sides.index("head"))
     is_from = path_words.FROM_HEADS.is_name(array.bare[-1])
     return dims._replace(head=max(array.contracted if is_from else columns, default=None))
+
+
+# Kernels that are stacked into one, such as those of keys and values, are at most so many.
+_MOST_FUSED: Final = 4
 
 
 def _sides_of_kernel(array: _Array, widths: set[int]) -> tuple[dict[int, Side], bool]:
@@ -423,6 +415,10 @@ def _of_heads(array: _Array, dims: list[int]) -> dict[int, Side]:
     return {first: "heads" if others else "hidden", **dict.fromkeys(others, "head")}
 
 
+# Sizes of windows are smaller.
+_WINDOW: Final = 32
+
+
 def _is_convolution(shape: Shape, free: list[int]) -> bool:
     """Look for a window, before or behind the channels: a square, or small and odd."""
     sizes = [shape[dim] for dim in free]
@@ -439,9 +435,9 @@ def _sides_of_convolution(shape: Shape, free: list[int]) -> dict[int, Side]:
     return {**dict.fromkeys(free, "window"), channels[0]: "residual", channels[1]: "hidden"}
 
 
-def _hidden_size(array: _Array, dims: Dims) -> int:
-    pairs = zip(array.shape, dims.sides, strict=True)
-    return prod(size for size, side in pairs if side in ("hidden", "heads", "head"))
+# Elements of a head of unknown size; models narrower than that have half as many.
+_HEAD: Final = 128
+_SMALL: Final = 2048
 
 
 def _with_tensor(array: _Array, dims: Dims, queries: int, width: int, counts: set[int]) -> Dims:
@@ -463,3 +459,18 @@ def _with_tensor(array: _Array, dims: Dims, queries: int, width: int, counts: se
     if not array.head and "hidden" in dims.sides and hidden % head == 0:
         dims = dims._replace(unit=head, is_assumed=True)
     return dims._replace(tensor="heads")
+
+
+def _is_router(array: _Array, counts: set[int]) -> bool:
+    """Tell if it makes a number for each expert: a model has as many as routers have outputs."""
+    ins = array.contracted
+    outs = [dim for dim in array.rest if dim not in ins]
+    if not (ins and outs) or array.is_lookup or array.experts > 1:
+        return False
+    sizes = (prod(array.shape[dim] for dim in dims) for dims in (ins, outs))
+    return path_words.ROUTER.is_name(array.name) and min(sizes) in counts
+
+
+def _hidden_size(array: _Array, dims: Dims) -> int:
+    pairs = zip(array.shape, dims.sides, strict=True)
+    return prod(size for size, side in pairs if side in ("hidden", "heads", "head"))

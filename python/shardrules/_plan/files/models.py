@@ -24,8 +24,9 @@ from shardrules._base.io import (
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import near_shown, shown
 from shardrules._plan.align import check_distinct
-from shardrules._plan.files.leaves import ArraySpec, RemotePath, converted, leaves_of
+from shardrules._plan.files.leaves import ArraySpec, converted, leaves_of
 from shardrules._plan.files.modules import file_name
+from shardrules._plan.files.remote import RemotePath
 from shardrules._plan.files.safetensors import (
     INDEX_SUFFIX,
     SUFFIX,
@@ -43,7 +44,6 @@ from shardrules._rules.rules import Rules
 # A dict with one key, and the key. No tree is walked deeper than about 1,000 levels.
 _BYTES_OF_NODE: Final = 320
 _MOST_LEVELS: Final = 1000
-
 # `Path` makes one slash of two.
 _URL: Final = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+):/")
 _REPOSITORY: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.json)(?<!\.gz)(?<!\.safetensors)")
@@ -116,6 +116,34 @@ def _abstract_array(leaf: ArraySpec) -> Any:
 
     dtype = key_dtype(leaf.dtype) or getattr(ml_dtypes, leaf.dtype, leaf.dtype)
     return ShapeDtypeStruct(leaf.shape, dtype)
+
+
+def nested_dicts(arrays: Arrays) -> dict[str, Any]:
+    """Make dicts in dicts of the arrays, with a level for each component of the names.
+
+    Raises:
+        FileError: A name is a part of another one, or the dicts take more than `max_memory`.
+    """
+    tree: dict[str, Any] = {}
+    nodes_left = max_memory.get() // _BYTES_OF_NODE
+    for name, leaf in arrays.leaves.items():
+        *outer, last = name.split(arrays.separator, _MOST_LEVELS)
+        nodes_left -= len(outer)
+        if arrays.separator in last or nodes_left < 0:
+            raise FileError(
+                f"{arrays.name}: {name}: the names have more levels than can be taken apart; "
+                "shorten them"
+            )
+        node = tree
+        for key in outer:
+            nodes_left += key in node  # it takes no new node
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                raise FileError(f"{arrays.name}: {name}: a part of this name is an array itself")
+        if last in node:
+            raise FileError(f"{arrays.name}: {name}: this name is a part of another one")
+        node[last] = leaf
+    return tree
 
 
 def read_arrays(source: str, *, keeps_places: bool = False) -> Arrays:
@@ -236,83 +264,6 @@ def _of_params(path: Path, params: object) -> dict[str, ArraySpec]:
     return leaves_of(path, converted(path, params, _Row, "params[{}]".format, example))
 
 
-def nested_dicts(arrays: Arrays) -> dict[str, Any]:
-    """Make dicts in dicts of the arrays, with a level for each component of the names.
-
-    Raises:
-        FileError: A name is a part of another one, or the dicts take more than `max_memory`.
-    """
-    tree: dict[str, Any] = {}
-    nodes_left = max_memory.get() // _BYTES_OF_NODE
-    for name, leaf in arrays.leaves.items():
-        *outer, last = name.split(arrays.separator, _MOST_LEVELS)
-        nodes_left -= len(outer)
-        if arrays.separator in last or nodes_left < 0:
-            raise FileError(
-                f"{arrays.name}: {name}: the names have more levels than can be taken apart; "
-                "shorten them"
-            )
-        node = tree
-        for key in outer:
-            nodes_left += key in node  # it takes no new node
-            node = node.setdefault(key, {})
-            if not isinstance(node, dict):
-                raise FileError(f"{arrays.name}: {name}: a part of this name is an array itself")
-        if last in node:
-            raise FileError(f"{arrays.name}: {name}: this name is a part of another one")
-        node[last] = leaf
-    return tree
-
-
-def manifest_text(columns: Plan, name: str | None = None) -> str:
-    """Write the arrays of a plan: paths, shapes, dtypes, and logical axis names if they have them.
-
-    Raises:
-        ValueError: The paths are not of keys with "/" between them, two are equal, or a dtype is
-            one that files do not have.
-    """
-    leaves = columns._leaves
-    if leaves.paths_dialect.separator != "/":
-        raise ValueError(
-            f"a manifest has paths such as layers/0/w, not {columns.paths[:1]}: give rules of "
-            "another dialect, such as eformer"
-        )
-    check_distinct(columns.paths, "a manifest has each path once")
-    kinds = [columns.kinds[number] for number in columns.kind_of]
-    arrays = [
-        (path, kind)
-        for path, kind in zip(columns.paths, kinds, strict=True)
-        if kind.shape is not None
-    ]
-    rows = [
-        json.dumps(
-            [path, list(kind.shape or ()), as_dtype_name(f"the dtype of {path}", kind.dtype)]
-        )
-        for path, kind in arrays
-    ]
-    named = {path: kind.names for path, kind in arrays if kind.names is not None}
-    model = "" if name is None else f'"model": {json.dumps(name)}, '
-    head = f'{{{model}"params": [\n'
-    tail = f'\n], "logical_axes": {json.dumps(named)}}}\n' if named else "\n]}\n"
-    return head + ",\n".join(rows) + tail
-
-
-def write_packed(path: str | os.PathLike[str], text: str) -> None:
-    """Write a manifest to a file; gzipped, always to the same bytes, if its name ends with .gz."""
-    data = text.encode()
-    write_bytes(path, gzip.compress(data, mtime=0) if os.fspath(path).endswith(".gz") else data)
-
-
-def arrays_of(
-    tree: Any, dialect: Dialect | LogicalDialect | None = None, names: Any = None
-) -> Plan:
-    """Plan a tree without rules, on any mesh; `names` are logical axis names beside it."""
-    if dialect is None:
-        dialect = EFORMER if names is None and not has_names(tree) else LINEN
-    make: Any = LogicalRules if isinstance(dialect, LogicalDialect) else Rules
-    return plan(tree, make((), dialect), {"devices": 1}, names=names)
-
-
 @in_order("tree", "path")
 def write_manifest(tree: Any, path: str | os.PathLike[str]) -> None:
     """Write the paths, shapes and dtypes of a tree's arrays as JSON: a model for `read_model`.
@@ -344,3 +295,52 @@ def write_manifest(tree: Any, path: str | os.PathLike[str]) -> None:
     if not len(arrays):
         raise ValueError("the tree has no arrays: give that of a model")
     write_packed(path, manifest_text(arrays))
+
+
+def arrays_of(
+    tree: Any, dialect: Dialect | LogicalDialect | None = None, names: Any = None
+) -> Plan:
+    """Plan a tree without rules, on any mesh; `names` are logical axis names beside it."""
+    if dialect is None:
+        dialect = EFORMER if names is None and not has_names(tree) else LINEN
+    make: Any = LogicalRules if isinstance(dialect, LogicalDialect) else Rules
+    return plan(tree, make((), dialect), {"devices": 1}, names=names)
+
+
+def manifest_text(columns: Plan, name: str | None = None) -> str:
+    """Write the arrays of a plan: paths, shapes, dtypes, and logical axis names if they have them.
+
+    Raises:
+        ValueError: The paths are not of keys with "/" between them, two are equal, or a dtype is
+            one that files do not have.
+    """
+    leaves = columns._leaves
+    if leaves.paths_dialect.separator != "/":
+        raise ValueError(
+            f"a manifest has paths such as layers/0/w, not {columns.paths[:1]}: give rules of "
+            "another dialect, such as eformer"
+        )
+    check_distinct(columns.paths, "a manifest has each path once")
+    kinds = [columns.kinds[number] for number in columns.kind_of]
+    arrays = [
+        (path, kind)
+        for path, kind in zip(columns.paths, kinds, strict=True)
+        if kind.shape is not None
+    ]
+    rows = [
+        json.dumps(
+            [path, list(kind.shape or ()), as_dtype_name(f"the dtype of {path}", kind.dtype)]
+        )
+        for path, kind in arrays
+    ]
+    names = {path: kind.names for path, kind in arrays if kind.names is not None}
+    model = "" if name is None else f'"model": {json.dumps(name)}, '
+    head = f'{{{model}"params": [\n'
+    tail = f'\n], "logical_axes": {json.dumps(names)}}}\n' if names else "\n]}\n"
+    return head + ",\n".join(rows) + tail
+
+
+def write_packed(path: str | os.PathLike[str], text: str) -> None:
+    """Write a manifest to a file; gzipped, always to the same bytes, if its name ends with .gz."""
+    data = text.encode()
+    write_bytes(path, gzip.compress(data, mtime=0) if os.fspath(path).endswith(".gz") else data)

@@ -44,97 +44,6 @@ from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.patterns import parse
 from shardrules._rules.rules import Rules
 
-# Five more than a rule needs.
-_MOST_LEVELS: Final = 8
-# Strings and comments, where dots mean nothing. An unclosed one extends to the end of the text, so
-# the search never starts again.
-_NO_KEY: Final = re.compile(
-    r"""\"{3}(?:\\.|[^\\])*?(?:\"{3,5}|\Z)|'{3}.*?(?:'{3,5}|\Z)"""
-    r"""|"(?:\\.|[^"\\\n])*"?|'[^'\n]*'?|\#[^\n]*""",
-    re.DOTALL,
-)
-_KEY: Final = re.compile(r"[\w\-. \t]+")
-
-
-def parse_toml(path: Path, data: bytes) -> dict[str, Any]:
-    import tomllib  # few processes read any
-
-    text = text_of(path, data)
-    levels = [key.count(".") for key in _KEY.findall(_NO_KEY.sub("", text))]
-    if max(levels, default=0) >= _MOST_LEVELS:
-        raise FileError(f"{path}: a key has more than {_MOST_LEVELS} levels; rules need 3 levels")
-    try:
-        return tomllib.loads(text)
-    except ValueError as error:  # also a number of thousands of digits
-        raise FileError(f"{path}: this is not TOML: {error}; correct it there") from None
-    except RecursionError:
-        raise FileError(f"{path}: the TOML is nested too deeply; rules need 3 levels") from None
-
-
-def parse_yaml(path: Path, data: bytes) -> dict[str, Any]:
-    """Return the keys of MaxText's YAML, with the lists of names below those of rules."""
-    try:
-        import yaml  # type: ignore[import-untyped]
-    except ModuleNotFoundError:
-        raise FileError(f"{path}: reading YAML needs PyYAML; pip install pyyaml") from None
-    try:
-        root = yaml.compose(io.BytesIO(data), yaml.SafeLoader)  # a stream, as texts are quoted
-    except RecursionError:
-        raise FileError(f"{path}: the YAML is nested too deeply; rules need 4 levels") from None
-    except (yaml.YAMLError, OverflowError, ValueError) as error:  # also of a wrong escape
-        problem = " ".join(str(error).split())
-        raise FileError(f"{path}: this is not YAML: {problem}; correct it there") from None
-    if not isinstance(root, yaml.MappingNode):
-        raise _without_rules(path)
-    seen: set[int] = set()
-
-    def line_of(node: Any) -> str:
-        return f"{path}: line {node.start_mark.line + 1}, column {node.start_mark.column + 1}"
-
-    def names_in(node: Any) -> Any:
-        # A few levels of aliases are more entries than any memory has.
-        if id(node) in seen:
-            raise FileError(f"{line_of(node)}: an alias: write out what it stands for")
-        seen.add(id(node))
-        if node.id == "sequence":
-            return list(map(names_in, node.value))
-        kind = "map" if node.id == "mapping" else node.tag.rpartition(":")[2]
-        if kind not in ("str", "null"):
-            raise FileError(f"{line_of(node)}: this is no name but {kind}; write a text, or a list")
-        return node.value if kind == "str" else None
-
-    for key, _ in root.value:
-        if key.id != "scalar":  # whose text would be that of all its aliases
-            raise FileError(f"{line_of(key)}: this key is no text; write one")
-    nodes = {key.value: node for key, node in root.value}
-    if len(nodes) < len(root.value):
-        name = first_repeated([key.value for key, _ in root.value])
-        raise FileError(f"{path}: the key {name!r} is there twice; remove one")
-    return {key: names_in(nodes[key]) if key.endswith(MAXTEXT_KEY) else None for key in nodes}
-
-
-MAXTEXT_KEY: Final = "logical_axis_rules"
-"""The key of the rules in MaxText's YAML."""
-_STACK: Final = ("at", "layer", "axis", "mesh_axis")
-_EXAMPLE: Final = '{"rules": [["kernel", ["fsdp", "tp"]], ...]}, or [[rules]] tables in TOML'
-YAML: Final = (".yml", ".yaml")
-BYTES_OF_TOML: Final = 512
-"""Maximum bytes of memory per byte of a file: for the program of all patterns, and for the name of
-a table in `tomllib`."""
-# In PyYAML, a list of empty lists takes most.
-_PARSERS: Final[Mapping[str, tuple[Any, int]]] = {
-    ".toml": (parse_toml, BYTES_OF_TOML),
-    **dict.fromkeys(YAML, (parse_yaml, 2048)),
-}
-_JSON: Final = (parse_json, 64)
-
-
-class _RuleFileTable(RuleTable):
-    replicated: Texts = ()
-    data_axes: Axes = ()
-    stacked: Annotated[tuple[Any, ...], Meta(description="a list of paths or tables")] = ()
-    companions: Texts = ()
-
 
 @record
 class RuleFile(NamedTuple):
@@ -224,20 +133,20 @@ def read_rule_source(
         return _read_table(of_rules, merged, dialect)._replace(unread=tuple(unread))
 
 
-def _table_in(path: Path, unread: list[str]) -> dict[str, Any]:
-    """Return the table of one file; of MaxText's YAML the rules, as other keys are for MaxText."""
-    parse, per_byte = _PARSERS.get(path.suffix, _JSON)
-    content = parse(path, read_bytes(path, per_byte))
-    if isinstance(content, list):
-        return {"rules": content}
-    if not isinstance(content, dict):
-        raise _without_rules(path)
-    if path.suffix not in YAML:
-        return content
-    others = [key for key in content if key.endswith(MAXTEXT_KEY) and key != MAXTEXT_KEY]
-    unread += [f"{key} of {path}" for key in others]
-    rules = {"rules": content[MAXTEXT_KEY]} if MAXTEXT_KEY in content else {}
-    return {**rules, "kind": "logical", "dialect": MAXTEXT.name}
+def _of_module(source: str, dialect: Dialect | LogicalDialect | None) -> RuleFile:
+    rules: Any = load_object(source)
+    with naming(source):
+        if isinstance(rules, LogicalRules) or isinstance(dialect, LogicalDialect):
+            rules = LogicalRules(rules, dialect or rules.dialect)  # type: ignore[arg-type]
+        elif dialect is not None or not isinstance(rules, Rules):
+            rules = Rules(rules, dialect)
+    return RuleFile(rules, NOTHING, (), source.partition(":")[2])
+
+
+_EXAMPLE: Final = '{"rules": [["kernel", ["fsdp", "tp"]], ...]}, or [[rules]] tables in TOML'
+MAXTEXT_KEY: Final = "logical_axis_rules"
+"""The key of the rules in MaxText's YAML."""
+YAML: Final = (".yml", ".yaml")
 
 
 def _without_rules(path: Path) -> FileError:
@@ -246,6 +155,13 @@ def _without_rules(path: Path) -> FileError:
         key = MAXTEXT_KEY
         fix = "give the file that it is merged over before it; other rules are in TOML or JSON"
     return FileError(f"{path}: key {key!r}: there is no list of rules; {fix}")
+
+
+class _RuleFileTable(RuleTable):
+    replicated: Texts = ()
+    data_axes: Axes = ()
+    stacked: Annotated[tuple[Any, ...], Meta(description="a list of paths or tables")] = ()
+    companions: Texts = ()
 
 
 def _read_table(path: Path, table: _RuleFileTable, dialect: Any) -> RuleFile:
@@ -260,14 +176,7 @@ def _read_table(path: Path, table: _RuleFileTable, dialect: Any) -> RuleFile:
     return RuleFile(rules, declared, _companions(table), stem)
 
 
-def _of_module(source: str, dialect: Dialect | LogicalDialect | None) -> RuleFile:
-    rules: Any = load_object(source)
-    with naming(source):
-        if isinstance(rules, LogicalRules) or isinstance(dialect, LogicalDialect):
-            rules = LogicalRules(rules, dialect or rules.dialect)  # type: ignore[arg-type]
-        elif dialect is not None or not isinstance(rules, Rules):
-            rules = Rules(rules, dialect)
-    return RuleFile(rules, NOTHING, (), source.partition(":")[2])
+_STACK: Final = ("at", "layer", "axis", "mesh_axis")
 
 
 def _companions(table: _RuleFileTable) -> tuple[Companion, ...]:
@@ -296,6 +205,102 @@ def _companions(table: _RuleFileTable) -> tuple[Companion, ...]:
             )
         companions += tables[name.lower()]
     return tuple(dict.fromkeys(companions))
+
+
+# Five more than a rule needs.
+_MOST_LEVELS: Final = 8
+# Strings and comments, where dots mean nothing. An unclosed one extends to the end of the text, so
+# the search never starts again.
+_NO_KEY: Final = re.compile(
+    r"""\"{3}(?:\\.|[^\\])*?(?:\"{3,5}|\Z)|'{3}.*?(?:'{3,5}|\Z)"""
+    r"""|"(?:\\.|[^"\\\n])*"?|'[^'\n]*'?|\#[^\n]*""",
+    re.DOTALL,
+)
+_KEY: Final = re.compile(r"[\w\-. \t]+")
+
+
+def parse_toml(path: Path, data: bytes) -> dict[str, Any]:
+    import tomllib  # few processes read any
+
+    text = text_of(path, data)
+    levels = [key.count(".") for key in _KEY.findall(_NO_KEY.sub("", text))]
+    if max(levels, default=0) >= _MOST_LEVELS:
+        raise FileError(f"{path}: a key has more than {_MOST_LEVELS} levels; rules need 3 levels")
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:  # also a number of thousands of digits
+        raise FileError(f"{path}: this is not TOML: {error}; correct it there") from None
+    except RecursionError:
+        raise FileError(f"{path}: the TOML is nested too deeply; rules need 3 levels") from None
+
+
+def parse_yaml(path: Path, data: bytes) -> dict[str, Any]:
+    """Return the keys of MaxText's YAML, with the lists of names below those of rules."""
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ModuleNotFoundError:
+        raise FileError(f"{path}: reading YAML needs PyYAML; pip install pyyaml") from None
+    try:
+        root = yaml.compose(io.BytesIO(data), yaml.SafeLoader)  # a stream, as texts are quoted
+    except RecursionError:
+        raise FileError(f"{path}: the YAML is nested too deeply; rules need 4 levels") from None
+    except (yaml.YAMLError, OverflowError, ValueError) as error:  # also of a wrong escape
+        problem = " ".join(str(error).split())
+        raise FileError(f"{path}: this is not YAML: {problem}; correct it there") from None
+    if not isinstance(root, yaml.MappingNode):
+        raise _without_rules(path)
+    seen: set[int] = set()
+
+    def line_of(node: Any) -> str:
+        return f"{path}: line {node.start_mark.line + 1}, column {node.start_mark.column + 1}"
+
+    def names_in(node: Any) -> Any:
+        # A few levels of aliases are more entries than any memory has.
+        if id(node) in seen:
+            raise FileError(f"{line_of(node)}: an alias: write out what it stands for")
+        seen.add(id(node))
+        if node.id == "sequence":
+            return list(map(names_in, node.value))
+        kind = "map" if node.id == "mapping" else node.tag.rpartition(":")[2]
+        if kind not in ("str", "null"):
+            raise FileError(f"{line_of(node)}: this is no name but {kind}; write a text, or a list")
+        return node.value if kind == "str" else None
+
+    for key, _ in root.value:
+        if key.id != "scalar":  # whose text would be that of all its aliases
+            raise FileError(f"{line_of(key)}: this key is no text; write one")
+    nodes = {key.value: node for key, node in root.value}
+    if len(nodes) < len(root.value):
+        name = first_repeated([key.value for key, _ in root.value])
+        raise FileError(f"{path}: the key {name!r} is there twice; remove one")
+    return {key: names_in(nodes[key]) if key.endswith(MAXTEXT_KEY) else None for key in nodes}
+
+
+BYTES_OF_TOML: Final = 512
+"""Maximum bytes of memory per byte of a file: for the program of all patterns, and for the name of
+a table in `tomllib`."""
+# In PyYAML, a list of empty lists takes most.
+_PARSERS: Final[Mapping[str, tuple[Any, int]]] = {
+    ".toml": (parse_toml, BYTES_OF_TOML),
+    **dict.fromkeys(YAML, (parse_yaml, 2048)),
+}
+_JSON: Final = (parse_json, 64)
+
+
+def _table_in(path: Path, unread: list[str]) -> dict[str, Any]:
+    """Return the table of one file; of MaxText's YAML the rules, as other keys are for MaxText."""
+    parse, per_byte = _PARSERS.get(path.suffix, _JSON)
+    content = parse(path, read_bytes(path, per_byte))
+    if isinstance(content, list):
+        return {"rules": content}
+    if not isinstance(content, dict):
+        raise _without_rules(path)
+    if path.suffix not in YAML:
+        return content
+    others = [key for key in content if key.endswith(MAXTEXT_KEY) and key != MAXTEXT_KEY]
+    unread += [f"{key} of {path}" for key in others]
+    rules = {"rules": content[MAXTEXT_KEY]} if MAXTEXT_KEY in content else {}
+    return {**rules, "kind": "logical", "dialect": MAXTEXT.name}
 
 
 _TABLES: Final = re.compile(r"^[ \t]*(?=\[\[[ \t]*rules[ \t]*\]\])", re.MULTILINE)

@@ -60,8 +60,10 @@ def read_header(path: Path, keeps_places: bool) -> dict[str, ArraySpec]:
     metadata = _checked_metadata(path, header.pop(_METADATA, None))
     names, values = [*header], [*header.values()]
     fix = "write the file again"
-    found = converted(path, values, _Entry, lambda index: f"array {names[index]!r}", fix)
-    entries = dict(zip(names, found, strict=True))
+    values_of_entries = converted(
+        path, values, _Entry, lambda index: f"array {names[index]!r}", fix
+    )
+    entries = dict(zip(names, values_of_entries, strict=True))
     rows = [(name, entry.shape, entry.dtype) for name, entry in entries.items()]
     leaves = leaves_of(path, rows)
     _check_entries(path, entries, leaves, len(data))
@@ -117,7 +119,7 @@ def _checked_metadata(path: Path, metadata: object) -> dict[str, str]:
 def _random_keys(path: Path, text: str, leaves: dict[str, ArraySpec]) -> dict[str, ArraySpec]:
     """Return the arrays of whose words random keys are made again."""
     keys = parse_json(path, text.encode())
-    found = {}
+    key_arrays = {}
     for name, implementation in keys.items() if isinstance(keys, dict) else [("", keys)]:
         words = leaves.get(name, ArraySpec((), ""))
         dtype = RANDOM_KEYS.get(implementation) if isinstance(implementation, str) else None
@@ -127,8 +129,8 @@ def _random_keys(path: Path, text: str, leaves: dict[str, ArraySpec]) -> dict[st
                 f"{path}: {_METADATA}: {KEYS} has {name!r}: {shown(implementation)}, which are no "
                 "words of random keys; write the file again"
             )
-        found[name] = ArraySpec(words.shape[:-1], dtype)
-    return found
+        key_arrays[name] = ArraySpec(words.shape[:-1], dtype)
+    return key_arrays
 
 
 def _check_entries(
@@ -228,10 +230,10 @@ def _check_series(source: Path, names: list[str]) -> None:
     for (begin, count), numbers in series.items():
         first = min(numbers & {0}, default=1)
         if missing := sorted({*range(first, first + int(count))} - numbers):
-            lacking = [f"{begin}-{number:05}-of-{count}{SUFFIX}" for number in missing[:_SHOWN]]
+            files = [f"{begin}-{number:05}-of-{count}{SUFFIX}" for number in missing[:_SHOWN]]
             raise FileError(
                 f"{source}: files end in -of-{count}, and {len(numbers):,} are here; missing: "
-                f"{', '.join([*lacking, *and_more(len(missing), _SHOWN, 'file')])}; download the "
+                f"{', '.join([*files, *and_more(len(missing), _SHOWN, 'file')])}; download the "
                 "model again, or give the name of one file"
             )
 

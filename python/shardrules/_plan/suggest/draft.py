@@ -25,9 +25,9 @@ from shardrules._plan.suggest.patterns import (
     Path,
     Phrase,
     Unit,
+    is_short,
     pattern_of,
     phrases,
-    says_little,
 )
 from shardrules._rules.patterns import Pattern, pattern_shown
 from shardrules._rules.rules import Rules
@@ -42,9 +42,56 @@ Axes = tuple[str, ...]
 Cuts = tuple[Axes, ...]
 """Axes that shard each dimension."""
 
+
+class Draft(NamedTuple):
+    """Rules with the leaves that they were written for."""
+
+    rules: Rules
+    units: list[tuple[Unit, ...]]
+    """Units of each rule."""
+
+    def strays(self, rule_of: npt.NDArray[np.int32]) -> list[int]:
+        """List the rows that another rule decides than the one that is meant for them."""
+        intended = rule_of.copy()
+        for rule, units in enumerate(self.units):
+            for unit in units:
+                intended[unit.folded.rows] = rule
+        rows: list[int] = np.flatnonzero(intended != rule_of).tolist()
+        return rows
+
+
+def draft(plan: Plan, units: Sequence[Unit]) -> Draft:
+    """Write rules for the leaves of a plan."""
+    rules, sizes = plan._leaves.path_rules, plan.axis_sizes
+    assert rules is not None
+    uses = uses_of(sizes)
+    cuts = _with_followers(units, _choose(units, sizes, uses), sizes)
+    labelled = [(unit, _label_of(unit, of_unit)) for unit, of_unit in zip(units, cuts, strict=True)]
+    return _rules_for_labels(labelled, rules.dialect)
+
+
+def draft_of_specs(units: Iterable[Unit], specs: Mapping[str, Entries], dialect: Dialect) -> Draft:
+    """Write rules that give leaves these specs: at most `MOST_RULES`, where specs are no more."""
+    labelled: list[tuple[Unit, Label]] = []
+    for unit in units:
+        rows_of: dict[Label, list[int]] = defaultdict(list)
+        for row in unit.folded.rows.tolist():
+            spec = specs[unit.paths[int(row)]]
+            rows_of[Label(spec, is_plain=spec == Entries(), is_known=True)].append(row)
+        labelled += [(unit.with_rows(rows), label) for label, rows in rows_of.items()]
+    return _rules_for_labels(labelled, dialect, joins=True)
+
+
+def _label_of(unit: Unit, cuts: Cuts) -> Label:
+    """Label a unit that is cut so."""
+    dims = unit.dims
+    spec = Entries(trimmed(map(entry_of, cuts)))
+    sides = tuple(side for side, axes in zip(dims.sides, cuts, strict=True) if axes)
+    return Label(spec, dims.is_vector, dims.is_known, (dims.is_vector, dims.is_vector or sides))
+
+
 # The share of the fewest bytes that comfort may cost in all.
 SLACK: Final = 0.008
-
 # Discomfort of sharding a side by an axis; sides that are not there are not sharded.
 _DISCOMFORT: Final[dict[AxisUse, dict[Side, int]]] = {
     # Gathered whole before use: any side will do. Few and large parts are the residual side's.
@@ -73,7 +120,7 @@ class _Layout(NamedTuple):
     cuts: Cuts
 
 
-def choose(
+def _choose(
     units: Sequence[Unit], axis_sizes: Mapping[str, int], uses: Mapping[str, AxisUse]
 ) -> list[Cuts]:
     """Choose the axes that shard each dimension of the units: see the table of discomforts.
@@ -82,11 +129,11 @@ def choose(
     biases and norms together, have least discomfort if the bytes that this costs are within
     `SLACK`, the cheapest first.
     """
-    used = {axis: size for axis, size in axis_sizes.items() if size > 1 and uses[axis] != "data"}
+    sizes = {axis: size for axis, size in axis_sizes.items() if size > 1 and uses[axis] != "data"}
 
     @cache
     def layouts_of(shape: tuple[int, ...], dims: Dims) -> tuple[_Layout, _Layout]:
-        layouts = [*_layouts(shape, dims, used, uses)]
+        layouts = [*_layouts(shape, dims, sizes, uses)]
         return min(layouts, key=itemgetter(0, 1)), min(layouts, key=itemgetter(1, 0))
 
     groups: dict[object, list[int]] = defaultdict(list)
@@ -94,7 +141,7 @@ def choose(
         groups[None if unit.dims.is_vector else (unit.shape, unit.dims)].append(number)
     pairs = [layouts_of(unit.shape, unit.dims) for unit in units]
     slack = SLACK * sum(pair[0].share * unit.bytes for pair, unit in zip(pairs, units, strict=True))
-    chosen = [pair[0].cuts for pair in pairs]
+    cuts = [pair[0].cuts for pair in pairs]
     costs = {
         key: sum((pairs[n][1].share - pairs[n][0].share) * units[n].bytes for n in members)
         for key, members in groups.items()
@@ -103,8 +150,8 @@ def choose(
         slack -= costs[key]
         if slack >= 0:
             for number in groups[key]:
-                chosen[number] = pairs[number][1].cuts
-    return chosen
+                cuts[number] = pairs[number][1].cuts
+    return cuts
 
 
 def _layouts(
@@ -144,7 +191,7 @@ _SCALES: Final = re.compile(r"(.*_)?scales?(_\w+)?")
 _OF_MODULE: Final = re.compile(r"b|bias|scales?")
 
 
-def with_followers(
+def _with_followers(
     units: Sequence[Unit], cuts: Sequence[Cuts], axis_sizes: Mapping[str, int]
 ) -> list[Cuts]:
     """Shard biases by the axes of their kernels' columns, and scales by all of their kernels'.
@@ -193,63 +240,24 @@ def _followed_kernel(unit: Unit, kernel: Unit, cuts: Cuts, axis_sizes: Mapping[s
             for size, axes in zip(unit.shape, cuts, strict=False)
         )
     columns = [*kernel.dims.columns]
-    followed: list[Axes] = []
+    cuts_of_columns: list[Axes] = []
     for size in unit.shape:
         column = next((column for column in columns if kernel.shape[column] == size), None)
         if column is None:
-            followed.append(())
+            cuts_of_columns.append(())
             continue
         columns.remove(column)
         # Along other dimensions, axes of experts are as those of fsdp.
         is_of_experts = kernel.dims.sides[column] == "experts"
         uses = {"tensor", "layers", *(["experts"] if is_of_experts else [])}
-        followed.append(tuple(axis for axis in cuts[column] if use_of(axis) in uses))
-    return tuple(followed)
+        cuts_of_columns.append(tuple(axis for axis in cuts[column] if use_of(axis) in uses))
+    return tuple(cuts_of_columns)
 
 
 _MOST_NAMES: Final = 64
 MOST_RULES: Final = 12
 """Rules of a solution, if it has no more specs."""
 _Pairs = list[tuple["Pattern", Entries]]
-
-
-class Draft(NamedTuple):
-    """Rules with the leaves that they were written for."""
-
-    rules: Rules
-    units: list[tuple[Unit, ...]]
-    """Units of each rule."""
-
-    def strays(self, rule_of: npt.NDArray[np.int32]) -> list[int]:
-        """List the rows that another rule decides than the one that is meant for them."""
-        intended = rule_of.copy()
-        for rule, units in enumerate(self.units):
-            for unit in units:
-                intended[unit.folded.rows] = rule
-        rows: list[int] = np.flatnonzero(intended != rule_of).tolist()
-        return rows
-
-
-def draft(plan: Plan, units: Sequence[Unit]) -> Draft:
-    """Write rules for the leaves of a plan."""
-    rules, sizes = plan._leaves.path_rules, plan.axis_sizes
-    assert rules is not None
-    uses = uses_of(sizes)
-    cuts = with_followers(units, choose(units, sizes, uses), sizes)
-    labelled = [(unit, _label_of(unit, of_unit)) for unit, of_unit in zip(units, cuts, strict=True)]
-    return _rules_for_labels(labelled, rules.dialect)
-
-
-def draft_of_specs(units: Iterable[Unit], specs: Mapping[str, Entries], dialect: Dialect) -> Draft:
-    """Write rules that give leaves these specs: at most `MOST_RULES`, where specs are no more."""
-    labelled: list[tuple[Unit, Label]] = []
-    for unit in units:
-        rows_of: dict[Label, list[int]] = defaultdict(list)
-        for row in unit.folded.rows.tolist():
-            spec = specs[unit.paths[int(row)]]
-            rows_of[Label(spec, is_plain=spec == Entries(), is_known=True)].append(row)
-        labelled += [(unit.with_rows(rows), label) for label, rows in rows_of.items()]
-    return _rules_for_labels(labelled, dialect, joins=True)
 
 
 def _rules_for_labels(
@@ -269,36 +277,6 @@ def _rules_for_labels(
     if joins:
         pairs, of_rules = _joined_rules(ends, pairs, of_rules)
     return Draft(Rules(pairs, dialect), of_rules)
-
-
-def _joined_rules(
-    phrases: Sequence[Phrase], pairs: _Pairs, of_rules: list[tuple[Unit, ...]]
-) -> tuple[_Pairs, list[tuple[Unit, ...]]]:
-    """Join the rules of what is whole; and those of each other spec, if they are many.
-
-    A pattern matches its own paths alone, so that their order does not matter; patterns with
-    numbers stay before those that leave these open.
-    """
-    labels = [phrase.label for phrase in phrases]
-    are_many = sum(not label.is_plain for label in labels) >= MOST_RULES
-    groups: dict[object, list[int]] = defaultdict(list)
-    for number, label in enumerate(labels):
-        joins = (label.is_plain or are_many) and not label.is_numbered
-        groups[label if joins else number].append(number)
-    joined: _Pairs = []
-    for members in groups.values():
-        first, *others = (str(pairs[number][0]) for number in members)
-        text = f"({'|'.join([first, *others])})" if others else first
-        joined.append((text, labels[members[0]].spec))
-    return joined, [sum((of_rules[n] for n in members), ()) for members in groups.values()]
-
-
-def _label_of(unit: Unit, cuts: Cuts) -> Label:
-    """Label a unit that is cut so."""
-    dims = unit.dims
-    spec = Entries(trimmed(map(entry_of, cuts)))
-    sides = tuple(side for side, axes in zip(dims.sides, cuts, strict=True) if axes)
-    return Label(spec, dims.is_vector, dims.is_known, (dims.is_vector, dims.is_vector or sides))
 
 
 def _with_numbers(labelled: list[tuple[Unit, Label]], dialect: Dialect) -> list[tuple[Unit, Label]]:
@@ -325,7 +303,7 @@ def _loosest_patterns(
 
     Patterns that leave numbers open may also match what patterns with numbers, before them, match.
     """
-    tight = {n for n, phrase in enumerate(phrases) if says_little(phrase)}
+    tight = {n for n, phrase in enumerate(phrases) if is_short(phrase)}
     owner = {unit: number for number, phrase in enumerate(phrases) for unit in phrase.units}
     paths = [unit.path for unit in units]
     while True:
@@ -357,3 +335,25 @@ def _mismatches(
             is_later = rule > mine and phrases[mine].label.is_numbered
             if rule != mine and not is_later:
                 yield rule, path
+
+
+def _joined_rules(
+    phrases: Sequence[Phrase], pairs: _Pairs, of_rules: list[tuple[Unit, ...]]
+) -> tuple[_Pairs, list[tuple[Unit, ...]]]:
+    """Join the rules of what is whole; and those of each other spec, if they are many.
+
+    A pattern matches its own paths alone, so that their order does not matter; patterns with
+    numbers stay before those that leave these open.
+    """
+    labels = [phrase.label for phrase in phrases]
+    are_many = sum(not label.is_plain for label in labels) >= MOST_RULES
+    groups: dict[object, list[int]] = defaultdict(list)
+    for number, label in enumerate(labels):
+        joins = (label.is_plain or are_many) and not label.is_numbered
+        groups[label if joins else number].append(number)
+    pairs_of_groups: _Pairs = []
+    for members in groups.values():
+        first, *others = (str(pairs[number][0]) for number in members)
+        text = f"({'|'.join([first, *others])})" if others else first
+        pairs_of_groups.append((text, labels[members[0]].spec))
+    return pairs_of_groups, [sum((of_rules[n] for n in members), ()) for members in groups.values()]

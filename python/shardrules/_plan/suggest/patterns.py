@@ -99,9 +99,9 @@ class Unit(NamedTuple):
 def units_of(plan: Plan, head_dim: int | None = None) -> list[Unit]:
     """Collect the leaves that need a rule; `head_dim` is as in `roles_of`."""
     kinds = plan.kinds
-    needed = [kind.shape is not None and kind.status != "placed" for kind in kinds]
-    needing = (path for path in plan.folded if needed[path.group])
-    folded = [part for path in needing for part in _with_names_apart(path, plan.paths)]
+    needs_rule = [kind.shape is not None and kind.status != "placed" for kind in kinds]
+    undecided = (path for path in plan.folded if needs_rule[path.group])
+    folded = [part for path in undecided for part in _with_names_apart(path, plan.paths)]
     if len(folded) > _MOST_PATHS:
         raise ValueError(
             f"the tree has {len(folded):,} paths that differ not only in numbers, such as "
@@ -138,13 +138,13 @@ def _with_names_apart(path: Folded, paths: Sequence[str]) -> Iterator[Folded]:
     for numbers, rows in rows_of.items():
         text_of = dict(zip(names, numbers, strict=True))
         # Numbers of names become text.
-        joined = [parts[0]]
+        texts = [parts[0]]
         for place in range(1, len(parts), 2):
             if place in text_of:
-                joined[-1] += text_of[place] + parts[place + 1]
+                texts[-1] += text_of[place] + parts[place + 1]
             else:
-                joined += parts[place : place + 2]
-        yield path._replace(parts=tuple(joined), rows=np.array(rows, np.intp))
+                texts += parts[place : place + 2]
+        yield path._replace(parts=tuple(texts), rows=np.array(rows, np.intp))
 
 
 def _is_name(parts: tuple[str, ...], place: int) -> bool:
@@ -161,10 +161,10 @@ def _words_of(folded: Sequence[Folded]) -> list[Path]:
 
     A number that is a word is left open, as is one inside of a name that has many.
     """
-    split = [_split_path(path.parts) for path in folded]
+    paths = [_split_path(path.parts) for path in folded]
     # A name with many numbers may be folded in parts, with a few numbers each.
     texts_of: dict[tuple[str, ...], set[str]] = defaultdict(set)
-    for words in split:
+    for words in paths:
         stem: tuple[str, ...] = ()
         for word in words:
             bare = word.opened().text
@@ -173,11 +173,11 @@ def _words_of(folded: Sequence[Folded]) -> list[Path]:
             stem = (*stem, bare)
     open_names = {stem[-1] for stem, texts in texts_of.items() if len(texts) > _MOST_NUMBERS}
     # A name that is left open in one place is so in all: patterns could not tell them apart.
-    open_names.update(word.text for words in split for word in words if NUMBER in word.text)
+    open_names.update(word.text for words in paths for word in words if NUMBER in word.text)
     open_names.discard(NUMBER)
     return [
         tuple(word.opened() if word.opened().text in open_names else word for word in words)
-        for words in split
+        for words in paths
     ]
 
 
@@ -298,7 +298,7 @@ def _is_ready(of_end: dict[Path, list[_Leaf]], leaves: list[_Leaf]) -> bool:
                 f"two leaves have the path {brief(first.path)}, with the shapes {first.shape} and "
                 f"{second.shape}: rename one"
             )
-        if has_several or _says_little(end, of_this):
+        if has_several or _needs_word_before(end, of_this):
             return False
     first_leaf, *others = leaves
     if all(leaf.label == first_leaf.label for leaf in others):
@@ -338,7 +338,7 @@ def _word(path: Path, place: int) -> Word:
     return path[-place] if place <= len(path) else _START
 
 
-def _says_little(end: Path, leaves: list[_Leaf]) -> bool:
+def _needs_word_before(end: Path, leaves: list[_Leaf]) -> bool:
     """Tell if the next word belongs to it: a number means nothing without a name before."""
     first = end[0].text
     if first == _START.text:
@@ -374,7 +374,7 @@ _SPECIAL: Final = re.compile(r"([.^$*+?{}\[\]\\|()])")
 _FEW: Final = 3
 
 
-def says_little(phrase: Phrase) -> bool:
+def is_short(phrase: Phrase) -> bool:
     """Tell if a pattern of the words alone would match nearly everything."""
     return sum(min(map(len, word.names)) for word in phrase.words) < _FEW
 
@@ -404,11 +404,11 @@ def _names_of(names: tuple[str, ...], *, is_loose: bool = False) -> str:
     if is_loose and is_family:
         return end
     # The common first and last words, which underscores part, stand outside.
-    split = [name.split("_") for name in names]
-    most = min(map(len, split)) - 1
-    first = _common_words([words[:most] for words in split])
-    last = _common_words([words[::-1][: most - len(first)] for words in split])[::-1]
-    middles = ["_".join(words[len(first) : len(words) - len(last)]) for words in split]
+    words_of_names = [name.split("_") for name in names]
+    most = min(map(len, words_of_names)) - 1
+    first = _common_words([words[:most] for words in words_of_names])
+    last = _common_words([words[::-1][: most - len(first)] for words in words_of_names])[::-1]
+    middles = ["_".join(words[len(first) : len(words) - len(last)]) for words in words_of_names]
     before, after = "".join(f"{word}_" for word in first), "".join(f"_{word}" for word in last)
     return f"{_escaped_word(before)}({'|'.join(map(_escaped_word, middles))}){_escaped_word(after)}"
 

@@ -51,7 +51,171 @@ if TYPE_CHECKING:
     from shardrules._plan.report import Page
     from shardrules._rules.patterns import Pattern
 
-_MOST_SHOWN: Final = 3
+_AXES: Final = ("fsdp", "tp")
+_NO_TABLES: Final = (
+    "suggest writes rules of paths: give the tree itself, and a dialect of paths. For logical axis "
+    "names, libraries ship a table, such as MaxText's base.yml, which shardrules.read_rules reads"
+)
+
+
+@in_order("tree", "mesh")
+def suggest(
+    model: Any,
+    mesh: MeshLike | None = None,
+    *,
+    devices: int | None = None,
+    axes: Iterable[str] | None = None,
+    head_dim: int | None = None,
+    dialect: Dialect | None = None,
+) -> Suggestion:
+    r"""Write rules for a model: from its shapes and paths, in the words of its paths.
+
+    Each leaf is decided by a rule that was written for it; no rule is a catch-all, none is dead.
+    The role of each dimension follows from shapes: the residual width is the size that arrays
+    inside and outside of the layers share; the other side of a kernel is sharded by tensor axes;
+    names only break ties. Of the ways to lay the mesh axes along the dimensions that they divide,
+    `suggest` takes those with the fewest bytes on a device, and among them the one that experts
+    would choose: tensor axes shard hidden units, heads and the vocabulary, fsdp the residual side,
+    expert axes stacks of experts. Biases and norms are replicated if that costs hardly anything;
+    `Suggestion.warnings` lists kernels that no axis divides. Axes are used by their names: data, dp
+    and sp shard no leaf.
+
+    Args:
+        model: Any pytree of arrays or abstract arrays, such as `read_model` gives; or a Plan, of
+            whose rules only the dialect counts. Logical axis names are not looked at.
+        mesh: A Mesh, AbstractMesh or dict of axis sizes. Default: that of the Plan or the context,
+            or the first of a `Plan.sweep` over those of `devices`.
+        devices: How many devices the mesh is to have, if none is given.
+        axes: The axes of that mesh, the slowest first. Default: fsdp and tp, and ep if there are
+            stacks of experts.
+        head_dim: Size of an attention head; heads are not split. Default: that of a `q_norm` or
+            `k_norm` beside the projections, or of a dimension of its own; for keys and values of
+            fewer heads than queries, 128, or 64 if the model is narrower than 2,048.
+        dialect: The dialect of the rules. Default: that of the Plan; `NNX` for states of flax nnx,
+            whose paths all end in `value`, or else `EFORMER`.
+
+    Raises:
+        ValueError: There is neither a mesh nor `devices`, both are given, the paths have too many
+            names, or the dialect cannot tell them apart.
+        TypeError: The model is not a tree of arrays; or the plan, or dialect, is of logical names.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> def kernel(*shape):
+        ...     return {"kernel": jax.ShapeDtypeStruct(shape, "bfloat16")}
+        >>> mlp = {"gate": kernel(64, 256), "up": kernel(64, 256), "down": kernel(256, 64)}
+        >>> suggestion = sr.suggest({"layers": [{"mlp": mlp}] * 4}, {"fsdp": 2, "tp": 4})
+        >>> for pattern, spec in suggestion.rules:
+        ...     print(pattern, tuple(spec))
+        mlp/(gate|up)/kernel ('fsdp', 'tp')
+        mlp/down/kernel ('tp', 'fsdp')
+    """
+    size = None if head_dim is None else integer("head_dim", head_dim, least=1)
+    if axes is not None and devices is None:
+        raise ValueError("axes are for devices, of which a mesh is chosen: give devices as well")
+    is_free = dialect is None and not isinstance(model, Plan)
+    dialect = _dialect_for(model, dialect)
+    bare = _bare_plan(model, mesh, devices, dialect)
+    if is_free and len(bare) and all(path.endswith("/value") for path in bare.paths):
+        dialect = NNX
+        bare = _bare_plan(model, mesh, devices, dialect)
+    units = units_of(bare, size)
+    if devices is not None:
+        has_experts = any("experts" in unit.dims.sides for unit in units)
+        default = (*_AXES, "ep") if has_experts else _AXES
+        over = default if axes is None else strings("axes", axes)
+        # Rules that use all axes, whatever their sizes will be.
+        on_any = bare.with_rules(Rules((), dialect)).on_mesh(dict.fromkeys(over, 2))
+        on_any = bare.with_rules(draft(on_any, units).rules)
+        best, *_ = on_any.sweep(devices=devices, axes=over)
+        bare = bare.on_mesh(best.mesh)
+    uses = uses_of(bare.axis_sizes)
+    rules, result = _with_draft(model, bare.with_rules(Rules((), dialect)), units)
+    data_axes = tuple(axis for axis, use in uses.items() if use == "data")
+    spared = _spared(result, units, uses)
+    declared = Declared(replicated=spared, data_axes=data_axes)
+    return Suggestion(result._declaring(declared), tuple(rule_reasons(rules)), declared)
+
+
+def _dialect_for(model: Any, dialect: Any) -> Dialect:
+    """Return the dialect of the rules: that which is given, or the plan's."""
+    default = model.rules.dialect if isinstance(model, Plan) else EFORMER
+    if isinstance(default, LogicalDialect) or isinstance(dialect, LogicalDialect):
+        raise TypeError(_NO_TABLES)
+    check_type("dialect", dialect, Dialect | None, "a Dialect, such as shardrules.dialects.EASYLM")
+    return dialect or default
+
+
+def _bare_plan(
+    model: Any,
+    mesh: MeshLike | None,
+    devices: int | None,
+    dialect: Dialect,
+) -> Plan:
+    """Plan the model without rules, on the mesh; or on any, if one is to be chosen."""
+    if mesh is not None and devices is not None:
+        raise ValueError("give mesh or devices, not both: a mesh has its own number of devices")
+    # Skip only leaves that need no rule in any dialect.
+    none = Rules((), replace(dialect, unmatched="error"))
+    on = mesh if devices is None else {_AXES[0]: integer("devices", devices, 1)}
+    if not isinstance(model, Plan):
+        return plan(model, none, on)
+    bare = model.with_rules(none)
+    return bare if on is None else bare.on_mesh(on)
+
+
+def _with_draft(model: Any, bare: Plan, units: list[Unit]) -> tuple[Draft, Plan]:
+    """Write rules, and plan the leaves under them: each is decided by the rule meant for it."""
+    rules = draft(bare, units)
+    # The tree itself decides: paths as texts may hide where a key ends.
+    is_plan = isinstance(model, Plan)
+    result = bare.with_rules(rules.rules) if is_plan else plan(model, rules.rules, bare.mesh)
+    if strays := rules.strays(result.rule):
+        raise ValueError(
+            f"{brief(result.paths[strays[0]])}: no pattern of the dialect "
+            f"{rules.rules.dialect.name} tells it from other paths: rename it, or choose another "
+            "dialect"
+        )
+    return rules, result
+
+
+def _spared(result: Plan, units: list[Unit], uses: Mapping[str, AxisUse]) -> tuple[str, ...]:
+    """List patterns of the paths that tensor axes are kept from, such as those of routers.
+
+    A leaf is not among them if there are other axes for weights, and these do not shard it, either.
+    """
+    use_of_axis = {axis: use for axis, use in uses.items() if result.axis_sizes[axis] > 1}
+    other_uses = {"fsdp", "experts"}.intersection(use_of_axis.values())
+    patterns = []
+    for unit in units if "tensor" in use_of_axis.values() else ():
+        spec = result.kinds[int(result.kind_of[unit.folded.rows[0]])].spec
+        uses_of_cut = {use_of_axis[axis] for axis in axes_named(spec) if axis in use_of_axis}
+        if (
+            unit.dims.tensor != "any"
+            and "tensor" not in uses_of_cut
+            and (uses_of_cut or not other_uses)
+        ):
+            patterns.append(r"\d+".join(map(re.escape, unit.folded.parts[::2])))
+    return tuple(dict.fromkeys(patterns))
+
+
+def rule_reasons(rules: Draft) -> Iterator[Reason]:
+    """Yield the reason of each rule: the roles in the first of its leaves."""
+    for number, ((pattern, value), units) in enumerate(zip(rules.rules, rules.units, strict=True)):
+        first, spec = units[0], plain_spec(value)
+        assert isinstance(spec, Entries)  # as it was written
+        axes = [*map(entry_axes, spec), *[()] * (len(first.shape) - len(spec))]
+        sides = zip(first.shape, first.dims.sides, axes, strict=True)
+        yield Reason(
+            number,
+            pattern,
+            leaves=sum(unit.leaves for unit in units),
+            bytes=sum(unit.bytes for unit in units),
+            paths=tuple(unit.folded.pattern for unit in units),
+            dims=tuple(CutReason(dim, *cut) for dim, cut in enumerate(sides)),
+            is_understood=all(unit.dims.is_known for unit in units),
+            assumed_head=next((unit.dims.unit for unit in units if unit.dims.is_assumed), None),
+        )
 
 
 @record
@@ -100,6 +264,9 @@ class Reason(NamedTuple):
             f"rule {self.rule} {pattern_shown(self.pattern)}: {counted(self.leaves, 'leaf')} of "
             f"{bytes_shown(self.bytes)}: {dims}{doubt}"
         )
+
+
+_MOST_SHOWN: Final = 3
 
 
 @answer
@@ -283,10 +450,10 @@ def missing_text(source: str, plan: Plan, suggestion: Suggestion, *, is_of_table
     """
     catch_alls = sorted(CheckContext(plan, DEFAULT_LARGE, NOTHING).silent_catch_alls)
     bare = np.isin(plan.rule, catch_alls) | (plan.rule < 0)
-    added = [rule for rule in np.unique(suggestion.plan.rule[bare]).tolist() if rule >= 0]
+    missing = [rule for rule in np.unique(suggestion.plan.rule[bare]).tolist() if rule >= 0]
     where = f"before rule {catch_alls[0]}" if catch_alls else "at the end of the list"
-    lines = [printable(f"# {source}: {counted(len(added), 'rule')} to paste {where}:")]
-    for number in added:
+    lines = [printable(f"# {source}: {counted(len(missing), 'rule')} to paste {where}:")]
+    for number in missing:
         rule, note = suggestion.rules[number], suggestion._notes[number]
         if is_of_tables:
             lines += [*_toml_rule(*rule, note), ""]
@@ -294,167 +461,4 @@ def missing_text(source: str, plan: Plan, suggestion: Suggestion, *, is_of_table
             lines.append(json.dumps(short(rule_data(*rule))).replace("#", "\\u0023") + ",")
         else:
             lines += [f"# {note}", f"{_python_rule(*rule)},"]
-    return "\n".join([*lines, ""]) if added else ""
-
-
-_AXES: Final = ("fsdp", "tp")
-_NO_TABLES: Final = (
-    "suggest writes rules of paths: give the tree itself, and a dialect of paths. For logical axis "
-    "names, libraries ship a table, such as MaxText's base.yml, which shardrules.read_rules reads"
-)
-
-
-@in_order("tree", "mesh")
-def suggest(
-    model: Any,
-    mesh: MeshLike | None = None,
-    *,
-    devices: int | None = None,
-    axes: Iterable[str] | None = None,
-    head_dim: int | None = None,
-    dialect: Dialect | None = None,
-) -> Suggestion:
-    r"""Write rules for a model: from its shapes and paths, in the words of its paths.
-
-    Each leaf is decided by a rule that was written for it; no rule is a catch-all, none is dead.
-    The role of each dimension follows from shapes: the residual width is the size that arrays
-    inside and outside of the layers share; the other side of a kernel is sharded by tensor axes;
-    names only break ties. Of the ways to lay the mesh axes along the dimensions that they divide,
-    `suggest` takes those with the fewest bytes on a device, and among them the one that experts
-    would choose: tensor axes shard hidden units, heads and the vocabulary, fsdp the residual side,
-    expert axes stacks of experts. Biases and norms are replicated if that costs hardly anything;
-    `Suggestion.warnings` lists kernels that no axis divides. Axes are used by their names: data, dp
-    and sp shard no leaf.
-
-    Args:
-        model: Any pytree of arrays or abstract arrays, such as `read_model` gives; or a Plan, of
-            whose rules only the dialect counts. Logical axis names are not looked at.
-        mesh: A Mesh, AbstractMesh or dict of axis sizes. Default: that of the Plan or the context,
-            or the first of a `Plan.sweep` over those of `devices`.
-        devices: How many devices the mesh is to have, if none is given.
-        axes: The axes of that mesh, the slowest first. Default: fsdp and tp, and ep if there are
-            stacks of experts.
-        head_dim: Size of an attention head; heads are not split. Default: that of a `q_norm` or
-            `k_norm` beside the projections, or of a dimension of its own; for keys and values of
-            fewer heads than queries, 128, or 64 if the model is narrower than 2,048.
-        dialect: The dialect of the rules. Default: that of the Plan; `NNX` for states of flax nnx,
-            whose paths all end in `value`, or else `EFORMER`.
-
-    Raises:
-        ValueError: There is neither a mesh nor `devices`, both are given, the paths have too many
-            names, or the dialect cannot tell them apart.
-        TypeError: The model is not a tree of arrays; or the plan, or dialect, is of logical names.
-
-    Example:
-        >>> import jax, shardrules as sr
-        >>> def kernel(*shape):
-        ...     return {"kernel": jax.ShapeDtypeStruct(shape, "bfloat16")}
-        >>> mlp = {"gate": kernel(64, 256), "up": kernel(64, 256), "down": kernel(256, 64)}
-        >>> suggestion = sr.suggest({"layers": [{"mlp": mlp}] * 4}, {"fsdp": 2, "tp": 4})
-        >>> for pattern, spec in suggestion.rules:
-        ...     print(pattern, tuple(spec))
-        mlp/(gate|up)/kernel ('fsdp', 'tp')
-        mlp/down/kernel ('tp', 'fsdp')
-    """
-    size = None if head_dim is None else integer("head_dim", head_dim, least=1)
-    if axes is not None and devices is None:
-        raise ValueError("axes are for devices, of which a mesh is chosen: give devices as well")
-    is_free = dialect is None and not isinstance(model, Plan)
-    dialect = _dialect_for(model, dialect)
-    bare = _bare_plan(model, mesh, devices, dialect)
-    if is_free and len(bare) and all(path.endswith("/value") for path in bare.paths):
-        dialect = NNX
-        bare = _bare_plan(model, mesh, devices, dialect)
-    units = units_of(bare, size)
-    if devices is not None:
-        has_experts = any("experts" in unit.dims.sides for unit in units)
-        default = (*_AXES, "ep") if has_experts else _AXES
-        over = default if axes is None else strings("axes", axes)
-        # Rules that use all axes, whatever their sizes will be.
-        on_any = bare.with_rules(Rules((), dialect)).on_mesh(dict.fromkeys(over, 2))
-        on_any = bare.with_rules(draft(on_any, units).rules)
-        best, *_ = on_any.sweep(devices=devices, axes=over)
-        bare = bare.on_mesh(best.mesh)
-    uses = uses_of(bare.axis_sizes)
-    rules, result = _with_draft(model, bare.with_rules(Rules((), dialect)), units)
-    data_axes = tuple(axis for axis, use in uses.items() if use == "data")
-    spared = _spared(result, units, uses)
-    declared = Declared(replicated=spared, data_axes=data_axes)
-    return Suggestion(result._declaring(declared), tuple(rule_reasons(rules)), declared)
-
-
-def _dialect_for(model: Any, dialect: Any) -> Dialect:
-    """Return the dialect of the rules: that which is given, or the plan's."""
-    planned = model.rules.dialect if isinstance(model, Plan) else EFORMER
-    if isinstance(planned, LogicalDialect) or isinstance(dialect, LogicalDialect):
-        raise TypeError(_NO_TABLES)
-    check_type("dialect", dialect, Dialect | None, "a Dialect, such as shardrules.dialects.EASYLM")
-    return dialect or planned
-
-
-def _bare_plan(
-    model: Any,
-    mesh: MeshLike | None,
-    devices: int | None,
-    dialect: Dialect,
-) -> Plan:
-    """Plan the model without rules, on the mesh; or on any, if one is to be chosen."""
-    if mesh is not None and devices is not None:
-        raise ValueError("give mesh or devices, not both: a mesh has its own number of devices")
-    # Skip only leaves that need no rule in any dialect.
-    none = Rules((), replace(dialect, unmatched="error"))
-    on = mesh if devices is None else {_AXES[0]: integer("devices", devices, 1)}
-    if not isinstance(model, Plan):
-        return plan(model, none, on)
-    bare = model.with_rules(none)
-    return bare if on is None else bare.on_mesh(on)
-
-
-def _with_draft(model: Any, bare: Plan, units: list[Unit]) -> tuple[Draft, Plan]:
-    """Write rules, and plan the leaves under them: each is decided by the rule meant for it."""
-    rules = draft(bare, units)
-    # The tree itself decides: paths as texts may hide where a key ends.
-    is_plan = isinstance(model, Plan)
-    result = bare.with_rules(rules.rules) if is_plan else plan(model, rules.rules, bare.mesh)
-    if strays := rules.strays(result.rule):
-        raise ValueError(
-            f"{brief(result.paths[strays[0]])}: no pattern of the dialect "
-            f"{rules.rules.dialect.name} tells it from other paths: rename it, or choose another "
-            "dialect"
-        )
-    return rules, result
-
-
-def _spared(result: Plan, units: list[Unit], uses: Mapping[str, AxisUse]) -> tuple[str, ...]:
-    """List patterns of the paths that tensor axes are kept from, such as those of routers.
-
-    A leaf is not among them if there are other axes for weights, and these do not shard it, either.
-    """
-    several = {axis: use for axis, use in uses.items() if result.axis_sizes[axis] > 1}
-    others = {"fsdp", "experts"}.intersection(several.values())
-    patterns = []
-    for unit in units if "tensor" in several.values() else ():
-        spec = result.kinds[int(result.kind_of[unit.folded.rows[0]])].spec
-        used = {several[axis] for axis in axes_named(spec) if axis in several}
-        if unit.dims.tensor != "any" and "tensor" not in used and (used or not others):
-            patterns.append(r"\d+".join(map(re.escape, unit.folded.parts[::2])))
-    return tuple(dict.fromkeys(patterns))
-
-
-def rule_reasons(rules: Draft) -> Iterator[Reason]:
-    """Yield the reason of each rule: the roles in the first of its leaves."""
-    for number, ((pattern, value), units) in enumerate(zip(rules.rules, rules.units, strict=True)):
-        first, spec = units[0], plain_spec(value)
-        assert isinstance(spec, Entries)  # as it was written
-        axes = [*map(entry_axes, spec), *[()] * (len(first.shape) - len(spec))]
-        sides = zip(first.shape, first.dims.sides, axes, strict=True)
-        yield Reason(
-            number,
-            pattern,
-            leaves=sum(unit.leaves for unit in units),
-            bytes=sum(unit.bytes for unit in units),
-            paths=tuple(unit.folded.pattern for unit in units),
-            dims=tuple(CutReason(dim, *cut) for dim, cut in enumerate(sides)),
-            is_understood=all(unit.dims.is_known for unit in units),
-            assumed_head=next((unit.dims.unit for unit in units if unit.dims.is_assumed), None),
-        )
+    return "\n".join([*lines, ""]) if missing else ""
