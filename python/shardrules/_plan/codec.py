@@ -333,10 +333,10 @@ def _read_shaped(where: str, spec: dict[str, Any]) -> Fsdp:
 
 def _read_entry(what: str, entry: object) -> Any:
     expected = "an axis, a list of axes, or [] for a dimension that is not sharded"
-    return _converted(what, entry, _Entry, expected) or None
+    return _convert(what, entry, _Entry, expected) or None
 
 
-def _converted(what: str, data: Any, kind: Any, expected: str) -> Any:
+def _convert(what: str, data: Any, kind: Any, expected: str) -> Any:
     """Return a value of this type."""
     try:
         return msgspec.convert(data, kind)
@@ -359,7 +359,7 @@ def read_name(what: str, name: object) -> Any:
     """Return a logical axis name, or a tuple of some."""
     if name == "":
         raise ValueError(f"{what} is ''; write a logical axis name")
-    return _converted(what, name, _Name, "a logical axis name")
+    return _convert(what, name, _Name, "a logical axis name")
 
 
 def name_data(name: Any) -> Any:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 def plan_fingerprint(plan: Plan) -> str:
     """Digest what each leaf gets on which mesh, whatever the order of the leaves."""
-    texts = [f"\t{kind_written(kind)}\n" for kind in plan.kinds]
+    texts = [f"\t{kind_text(kind)}\n" for kind in plan.kinds]
     rows = map(texts.__getitem__, plan.kind_of.tolist())
     # With its tabs and newlines escaped no path can pass for a row of something else.
     ordered = sorted(map(operator.add, map(ascii, plan.paths), rows))
@@ -61,7 +61,7 @@ def plan_fingerprint(plan: Plan) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def kind_written(kind: Kind) -> str:
+def kind_text(kind: Kind) -> str:
     """Return the shape, dtype and place of leaves: equal for specs that are alike as written."""
     spec = "" if kind._counted is None else spec_shown(as_written(kind._counted))
     place = in_memory_shown(spec, kind.memory_kind)
@@ -78,7 +78,7 @@ class Pairs(NamedTuple):
     """The kinds of such leaves in the first plan and the second; None where it has none."""
 
 
-def paired(before: Plan, after: Plan) -> Pairs:
+def pairs_of(before: Plan, after: Plan) -> Pairs:
     """Return the leaves of both plans, paired by their paths."""
     for plan in (before, after):
         check_distinct(plan.paths, "plans are compared by paths")
@@ -176,11 +176,11 @@ class PlanDiff(Answer[Change]):
 
 
 def plan_diff(before: Plan, after: Plan) -> PlanDiff:
-    paths, group_of, groups = paired(before, after)
+    paths, group_of, groups = pairs_of(before, after)
     changed = {
         number: (old, new)
         for number, (old, new) in enumerate(groups)
-        if old is None or new is None or kind_written(old) != kind_written(new)
+        if old is None or new is None or kind_text(old) != kind_text(new)
     }
     kept = np.flatnonzero(np.isin(group_of, list(changed)))
     folded = fold([paths[row] for row in kept], group_of[kept])
@@ -193,7 +193,7 @@ def plan_diff(before: Plan, after: Plan) -> PlanDiff:
         ),
         mesh=(before.axis_sizes, after.axis_sizes),
         bytes=(device_bytes[0].max, device_bytes[1].max),
-        rules=tuple(_rules_changed(before.rules, after.rules)),
+        rules=tuple(_rule_changes(before.rules, after.rules)),
         host_bytes=(device_bytes[0].host, device_bytes[1].host),
     )
 
@@ -213,7 +213,7 @@ def _is_moved(pair: tuple[Kind | None, Kind | None], before: Plan, after: Plan) 
     return meshes[0] != meshes[1] or specs[0] != specs[1] or a.memory_kind != b.memory_kind
 
 
-def _rules_changed(before: AnyRules, after: AnyRules) -> Iterator[str]:
+def _rule_changes(before: AnyRules, after: AnyRules) -> Iterator[str]:
     """Yield the differences of the rules: lines of a diff."""
     if type(before) is not type(after):
         yield "paths or logical axis names decide"
@@ -235,14 +235,14 @@ def _rules_text(rules: AnyRules) -> list[str]:
         return [
             *head,
             *(
-                f"{with_inline_flags(pattern)!r} -> {_asked_text(asked)}"
-                for pattern, asked in rules
+                f"{with_inline_flags(pattern)!r} -> {_value_text(value)}"
+                for pattern, value in rules
             ),
         ]
     return [*head, *(f"{name!r} -> {axes!r}" for name, axes in rules)]
 
 
-def _asked_text(value: Any) -> str:
+def _value_text(value: Any) -> str:
     """Return what a rule asks for, with its spec in normal form."""
     rule = rule_spec(value)
     asked: Any = rule.spec
@@ -391,25 +391,25 @@ def _places(before: Plan, after: Plan) -> npt.NDArray[np.int64]:
 
 def transfer(before: Plan, after: Plan) -> Transfer:
     """See `Plan.transfer`."""
-    pairs = paired(before, after)
-    of_groups = _same_leaves(pairs)
+    pairs = pairs_of(before, after)
+    kinds = _same_leaves(pairs)
     for whose, plan in (("this plan", before), ("other", after)):
         _check_placed(whose, plan)
     if before.total_bytes > MOST:
         raise ValueError(f"{before.total_bytes:,} bytes are too many to count where they go")
     places = _places(before, after)
-    counts = np.bincount(pairs.group_of, minlength=len(of_groups)).tolist()
+    counts = np.bincount(pairs.group_of, minlength=len(kinds)).tolist()
     old, new = DevicesOfMesh(before.axis_sizes), DevicesOfMesh(after.axis_sizes)
     received = np.zeros(new.count, np.int64)
     of_leaf = []
-    for (kind, target), count in zip(of_groups, counts, strict=True):
+    for (kind, target), count in zip(kinds, counts, strict=True):
         shape, bits = kind.shape or (), 0 if kind.shape is None else bits_of(kind.dtype)
         shards = new.shards(shape, as_placed(target.spec or Entries(), after.axis_sizes))
         missing = elements(shards)
         if is_on_host(kind.memory_kind) == is_on_host(target.memory_kind):
-            of_old = old.shards(shape, as_placed(kind.spec or Entries(), before.axis_sizes))
+            old_shards = old.shards(shape, as_placed(kind.spec or Entries(), before.axis_sizes))
             missing = missing - np.where(
-                places >= 0, elements(_overlaps(of_old, shards, places)), 0
+                places >= 0, elements(_overlaps(old_shards, shards, places)), 0
             )
         # In whole bytes; a shift is ten times as fast as a division.
         needed = np.broadcast_to(((missing * bits - 1) >> 3) + 1, received.shape)
@@ -419,7 +419,7 @@ def transfer(before: Plan, after: Plan) -> Transfer:
         TransferRow(
             siblings.pattern,
             len(siblings.rows),
-            *of_groups[siblings.group],
+            *kinds[siblings.group],
             *(len(siblings.rows) * size for size in of_leaf[siblings.group]),
         )
         for siblings in fold(pairs.paths, pairs.group_of)

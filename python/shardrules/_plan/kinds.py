@@ -248,19 +248,13 @@ def could_cut(axis: str, kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
         return False
     if axis in axes_named(kind.spec):
         return False
-    dims = [*_axes_of_dims(kind.spec), *[()] * (len(kind.shape) - len(kind.spec))]
+    entries = [*entries_of(kind.spec), *[None] * len(kind.shape)]
     return any(
         size > 0
-        and axes is not None
-        and size % prod(axis_sizes.get(name, 1) for name in (*axes, axis)) == 0
-        for size, axes in zip(kind.shape, dims, strict=False)  # "keep" has more entries than dims
+        and not is_unconstrained(entry)
+        and size % prod(axis_sizes.get(name, 1) for name in (*entry_axes(entry), axis)) == 0
+        for size, entry in zip(kind.shape, entries, strict=False)
     )
-
-
-@lru_cache(maxsize=4096)
-def _axes_of_dims(spec: Spec) -> tuple[tuple[str, ...] | None, ...]:
-    """Return the axes of each entry; None for UNCONSTRAINED."""
-    return tuple(None if is_unconstrained(e) else entry_axes(e) for e in entries_of(spec))
 
 
 def is_replicated(kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
@@ -269,7 +263,7 @@ def is_replicated(kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
     return several and not axes_used(kind.spec, axis_sizes)
 
 
-def fitted(
+def fit_of(
     rule_spec: SpecOnMesh, shape: tuple[int, ...], others: Iterable[Loss] = (), **says: Any
 ) -> Fit:
     """Fit a spec to an array; the bytes of its losses are not counted yet.

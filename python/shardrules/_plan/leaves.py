@@ -56,7 +56,7 @@ class LeafType(NamedTuple):
     """Rule, shape and dtype of leaves of one kind, on any mesh."""
 
     rule: int
-    """Index of the rule that decides them, or one of the negative numbers of `path_rules`."""
+    """Index of the rule that decides them; or NO_RULE_NEEDED, UNMATCHED or AMBIGUOUS."""
     shape: tuple[int, ...] | None
     """None for a leaf that is not an array."""
     dtype: Any
@@ -194,7 +194,7 @@ def survey(tree: Any, rules: Rules | None = None) -> Leaves:
     types = []
     for number, kind in enumerate(kinds):
         try:
-            types.append(checked_type(*kind))
+            types.append(leaf_type_of(*kind))
         except (TypeError, ValueError) as error:
             path = paths[int(np.argmax(kind_of == number))]
             raise type(error)(f"{path}: {error}") from None
@@ -204,7 +204,7 @@ def survey(tree: Any, rules: Rules | None = None) -> Leaves:
 _MOST_BITS: Final = 2**63 - 1
 
 
-def checked_type(rule: int, shape: tuple[Any, ...] | None, dtype: Any) -> LeafType:
+def leaf_type_of(rule: int, shape: tuple[Any, ...] | None, dtype: Any) -> LeafType:
     """Return the type of leaves whose shape and dtype make sense."""
     if shape is None:
         return LeafType(rule, None, None, 0)

@@ -51,7 +51,7 @@ from shardrules._plan.leaves import (
     UNMATCHED,
     LeafType,
     Leaves,
-    checked_type,
+    leaf_type_of,
 )
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def _read_type(leaf: _LeafTable, rules: int) -> LeafType:
         raise ValueError(f"a leaf that is no array has the dtype {shown(leaf.dtype)}")
     shape = None if leaf.shape is None else tuple(leaf.shape)
     rule = _PROBLEMS.get(leaf.problem or "", NO_RULE_NEEDED) if leaf.rule is None else leaf.rule
-    leaf_type = checked_type(rule, shape, leaf.dtype)
+    leaf_type = leaf_type_of(rule, shape, leaf.dtype)
     if leaf.names is None:
         return leaf_type
     if leaf.rules and len(leaf.rules) != len(leaf.names):

@@ -221,10 +221,11 @@ def _escaped(text: str) -> str:
 
 def _rule_table(plan: Plan) -> Table:
     """Return what each rule decides, and its bytes; last what no rule does, if there is any."""
-    asked = [
-        (str(i), pattern_shown(rule[0]), _asked_shown(plan, i)) for i, rule in enumerate(plan.rules)
+    rules = [
+        (str(i), pattern_shown(rule[0]), _rule_value_shown(plan, i))
+        for i, rule in enumerate(plan.rules)
     ]
-    texts = [*asked, ("-", "no rule is needed", "P()"), ("-", "no rule decides", "-")]
+    texts = [*rules, ("-", "no rule is needed", "P()"), ("-", "no rule decides", "-")]
     sums = np.zeros((len(texts), 3), object)
     for kind, count in zip(plan.kinds, plan.counts.tolist(), strict=True):
         ruleless = -2 if kind.status == "placed" else -1
@@ -239,7 +240,7 @@ def _rule_table(plan: Plan) -> Table:
     return Table(_RULE_COLUMNS, rows)
 
 
-def _asked_shown(plan: Plan, rule: int) -> str:
+def _rule_value_shown(plan: Plan, rule: int) -> str:
     """Return what a rule asks for: a spec, and its memory kind if it has one."""
     if plan._leaves.path_rules is None:
         return spec_shown(plan._spec_of_rule(rule))

@@ -26,7 +26,7 @@ from shardrules._plan.kinds import (
     Fit,
     Kind,
     Loss,
-    fitted,
+    fit_of,
     kind_with_bytes,
     loss_of,
 )
@@ -107,7 +107,7 @@ class RulesOnMesh:
         if isinstance(by_rule, SpecByShape):
             by_rule, origin_of_shape = by_rule.for_array(shape, leaf.bits)
             origin = "; ".join(filter(None, (origin, origin_of_shape))) or None
-        fit = fitted(by_rule, shape, origin=origin, memory_kind=self._memory_of[leaf.rule])
+        fit = fit_of(by_rule, shape, origin=origin, memory_kind=self._memory_of[leaf.rule])
         return kind_with_bytes(leaf, fit, self._axis_sizes)
 
 
@@ -150,7 +150,7 @@ class NamesOnMesh:
         resolution = self._here.resolve(leaf.names, leaf.shape)
         bound = self._bound(_assigned_entries(by_names_alone))
         entries = self._here.without_ones(_assigned_entries(resolution), self._axis_sizes)
-        fit = fitted(
+        fit = fit_of(
             self._bound(entries),
             leaf.shape,
             self._lost_to_other_rules(bound, by_names_alone, resolution, leaf.shape),
