@@ -37,49 +37,6 @@ _Walk = TypeVar("_Walk", Leaves, PathsOfTree)
 _Path = TypeVar("_Path", bound=Hashable)
 
 
-def key_text(key: Any) -> str:
-    """Return a key of JAX's paths as text: of a dict, a sequence, a field, or a flattened index."""
-    names = (name for name in ("key", "idx", "name") if hasattr(key, name))
-    return str(next((getattr(key, name) for name in names), key))
-
-
-def check_distinct(paths: Sequence[str], use: str) -> None:
-    """Refuse two leaves of one path, as "a/b" beside "b" of "a"; `use` says who needs paths."""
-    if len(set(paths)) < len(paths):
-        twice = next(path for path, count in Counter(paths).items() if count > 1)
-        raise ValueError(
-            f"two leaves have the path {brief(twice)}, and {use}: rename a key of one of them"
-        )
-
-
-def match_rows(
-    paths: Sequence[_Path], references: Sequence[_Path], *spellings: Callable[[_Path], _Path]
-) -> list[int]:
-    """Return the index of each path among others, or -1; one that stands twice is found nowhere.
-
-    Spellings are tried in turn for the paths that are left on both sides.
-    """
-    row_of, reference_row_of = _rows_by_path(paths), _rows_by_path(references)
-    rows = [reference_row_of.get(path, -1) if path in row_of else -1 for path in paths]
-    for spell in spellings:
-        if -1 not in rows:
-            break
-        places = [place for place, row in enumerate(rows) if row < 0]
-        free = sorted({*range(len(references))}.difference(rows))
-        again = match_rows([spell(paths[i]) for i in places], [spell(references[i]) for i in free])
-        for place, index in zip(places, again, strict=True):
-            rows[place] = -1 if index < 0 else free[index]
-    return rows
-
-
-def _rows_by_path(paths: Sequence[_Path]) -> dict[_Path, int]:
-    row_of = {path: row for row, path in enumerate(paths)}
-    if len(row_of) < len(paths):
-        counts = Counter(paths)
-        row_of = {path: row for path, row in row_of.items() if counts[path] == 1}
-    return row_of
-
-
 @dataclass(frozen=True)
 class Alignment(Generic[_Walk]):
     """Leaves of a tree, each with its row in another."""
@@ -140,6 +97,43 @@ def _without_boxes(
     for number, row in zip(numbers, rows, strict=True):
         paths[row] = plain.paths[number]
     return PathsOfTree(tree, paths)
+
+
+def match_rows(
+    paths: Sequence[_Path], references: Sequence[_Path], *spellings: Callable[[_Path], _Path]
+) -> list[int]:
+    """Return the index of each path among others, or -1; one that stands twice is found nowhere.
+
+    Spellings are tried in turn for the paths that are left on both sides.
+    """
+    row_of, reference_row_of = _rows_by_path(paths), _rows_by_path(references)
+    rows = [reference_row_of.get(path, -1) if path in row_of else -1 for path in paths]
+    for spell in spellings:
+        if -1 not in rows:
+            break
+        places = [place for place, row in enumerate(rows) if row < 0]
+        free = sorted({*range(len(references))}.difference(rows))
+        again = match_rows([spell(paths[i]) for i in places], [spell(references[i]) for i in free])
+        for place, index in zip(places, again, strict=True):
+            rows[place] = -1 if index < 0 else free[index]
+    return rows
+
+
+def _rows_by_path(paths: Sequence[_Path]) -> dict[_Path, int]:
+    row_of = {path: row for row, path in enumerate(paths)}
+    if len(row_of) < len(paths):
+        counts = Counter(paths)
+        row_of = {path: row for path, row in row_of.items() if counts[path] == 1}
+    return row_of
+
+
+def check_distinct(paths: Sequence[str], use: str) -> None:
+    """Refuse two leaves of one path, as "a/b" beside "b" of "a"; `use` says who needs paths."""
+    if len(set(paths)) < len(paths):
+        twice = next(path for path, count in Counter(paths).items() if count > 1)
+        raise ValueError(
+            f"two leaves have the path {brief(twice)}, and {use}: rename a key of one of them"
+        )
 
 
 def survey_planned(tree: Any, planned: Leaves) -> tuple[Leaves, list[int]]:

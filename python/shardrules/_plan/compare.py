@@ -94,9 +94,6 @@ def pairs_of(before: Plan, after: Plan) -> Pairs:
     )
 
 
-_MOST_LINES: Final = 40
-
-
 @record
 class Change(NamedTuple):
     """Leaves that changed alike."""
@@ -122,6 +119,18 @@ class Change(NamedTuple):
         still = "; nothing moves" if self.moves is False else ""
         cost = f"({sign}{bytes_shown(abs(delta))} on each device{still})"
         return printable(f"~ {self.path}  {changes}  {cost}")
+
+
+def _on_device(kind: Kind) -> int:
+    """Bytes of one leaf in the memory of the device that holds most of it."""
+    return 0 if is_on_host(kind.memory_kind) else kind.device_bytes
+
+
+def _aspects(kind: Kind | None) -> tuple[str, ...]:
+    """Return a leaf's shape, dtype, and its place or problem, as texts."""
+    if kind is None:
+        return ()
+    return str(kind.shape), dtype_shown(kind), problem_shown(kind) or placement_shown(kind)
 
 
 class PlanDiff(Answer[Change]):
@@ -213,6 +222,9 @@ def _is_moved(pair: tuple[Kind | None, Kind | None], before: Plan, after: Plan) 
     return meshes[0] != meshes[1] or specs[0] != specs[1] or a.memory_kind != b.memory_kind
 
 
+_MOST_LINES: Final = 40
+
+
 def _rule_changes(before: AnyRules, after: AnyRules) -> Iterator[str]:
     """Yield the differences of the rules: lines of a diff."""
     if type(before) is not type(after):
@@ -232,14 +244,10 @@ def _rules_text(rules: AnyRules) -> list[str]:
         policies[name] = getattr(rules, name, 0)
     head = [f"{name} = {value!r}" for name, value in policies.items()]
     if isinstance(rules, Rules):
-        return [
-            *head,
-            *(
-                f"{with_inline_flags(pattern)!r} -> {_value_text(value)}"
-                for pattern, value in rules
-            ),
-        ]
-    return [*head, *(f"{name!r} -> {axes!r}" for name, axes in rules)]
+        pairs = ((with_inline_flags(pattern), _value_text(value)) for pattern, value in rules)
+    else:
+        pairs = ((name, repr(axes)) for name, axes in rules)
+    return [*head, *(f"{what!r} -> {asked}" for what, asked in pairs)]
 
 
 def _value_text(value: Any) -> str:
@@ -251,18 +259,6 @@ def _value_text(value: Any) -> str:
     names = ("correction", "units", "memory_kind", "optional_axes")
     options = [f"{name}={getattr(rule, name)!r}" for name in names if getattr(rule, name)]
     return ", ".join([spec_shown(asked), *options])
-
-
-def _on_device(kind: Kind) -> int:
-    """Bytes of one leaf in the memory of the device that holds most of it."""
-    return 0 if is_on_host(kind.memory_kind) else kind.device_bytes
-
-
-def _aspects(kind: Kind | None) -> tuple[str, ...]:
-    """Return a leaf's shape, dtype, and its place or problem, as texts."""
-    if kind is None:
-        return ()
-    return str(kind.shape), dtype_shown(kind), problem_shown(kind) or placement_shown(kind)
 
 
 _MOST_ROWS: Final = 60
@@ -377,18 +373,6 @@ def _transfer_cells(row: TransferRow) -> tuple[str, ...]:
     )
 
 
-def _places(before: Plan, after: Plan) -> npt.NDArray[np.int64]:
-    """Return per device of the new mesh its place in the old one, in row-major order, or -1.
-
-    Without devices in both, those of one place are taken for the same.
-    """
-    if has_devices(before.mesh) and has_devices(after.mesh):
-        place_of = {device: place for place, device in enumerate(before.mesh.devices.flat)}
-        return np.array([place_of.get(device, -1) for device in after.mesh.devices.flat], np.int64)
-    places = np.arange(after.devices)
-    return np.where(places < before.devices, places, -1)
-
-
 def transfer(before: Plan, after: Plan) -> Transfer:
     """See `Plan.transfer`."""
     pairs = pairs_of(before, after)
@@ -432,6 +416,18 @@ def transfer(before: Plan, after: Plan) -> Transfer:
         shared=int((places >= 0).sum()),
         received=received,
     )
+
+
+def _places(before: Plan, after: Plan) -> npt.NDArray[np.int64]:
+    """Return per device of the new mesh its place in the old one, in row-major order, or -1.
+
+    Without devices in both, those of one place are taken for the same.
+    """
+    if has_devices(before.mesh) and has_devices(after.mesh):
+        place_of = {device: place for place, device in enumerate(before.mesh.devices.flat)}
+        return np.array([place_of.get(device, -1) for device in after.mesh.devices.flat], np.int64)
+    places = np.arange(after.devices)
+    return np.where(places < before.devices, places, -1)
 
 
 _Interval = tuple[Any, Any]

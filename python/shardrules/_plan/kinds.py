@@ -169,6 +169,14 @@ def kind_with_bytes(leaf: LeafType, fit: Fit, axis_sizes: Mapping[str, int]) -> 
     )
 
 
+def _axes_lost(loss: Loss, fit: Fit) -> tuple[str, ...]:
+    """Return the axes that a loss took: an absent one may take those beside it with it."""
+    indivisible = [taken.dim for taken in fit.losses if taken.kind == "indivisible"]
+    if loss.kind != "absent" or loss.dim in indivisible:
+        return loss.axes
+    return entry_axes(entries_of(fit.wanted or Entries())[loss.dim])
+
+
 def device_bytes(shape: Sequence[int], bits: int, spec: Spec, axis_sizes: Mapping[str, int]) -> int:
     """Return the bytes of an array on the device that holds most of it, with so many bits each.
 
@@ -291,14 +299,6 @@ def loss_of(rule_spec: SpecOnMesh, lost: LostAxes, shape: tuple[int, ...]) -> Lo
     axes = rule_spec.suggested_axes(lost), rule_spec.dropped_with(lost)
     heads = rule_spec.is_shared(lost, shape), rule_spec.few_heads(lost, shape)
     return Loss(*lost, *axes, 0, *words, is_error, *heads)
-
-
-def _axes_lost(loss: Loss, fit: Fit) -> tuple[str, ...]:
-    """Return the axes that a loss took: an absent one may take those beside it with it."""
-    indivisible = [taken.dim for taken in fit.losses if taken.kind == "indivisible"]
-    if loss.kind != "absent" or loss.dim in indivisible:
-        return loss.axes
-    return entry_axes(entries_of(fit.wanted or Entries())[loss.dim])
 
 
 def coverage_of(leaves: Leaves, kinds: Sequence[Kind]) -> Coverage:

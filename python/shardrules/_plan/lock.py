@@ -121,6 +121,28 @@ def lock_text(plan: Plan) -> str:
     return lines_of({"format": FORMAT, "digest": digest, **head}, rules=rules, leaves=leaves)
 
 
+def _leaf_data(kind: Kind) -> dict[str, Any]:
+    names = None if kind.names is None else list(map(name_data, kind.names))
+    optional = {"memory_kind": kind.memory_kind, "problem": problem_shown(kind)}
+    return {
+        "shape": kind.shape,
+        "dtype": dtype_shown(kind),
+        "rule": kind.rule,
+        **({} if names is None else {"names": names, "rules": list(kind.dim_rules)}),
+        "spec": None if kind._counted is None else spec_data(kind._counted),
+        **{key: value for key, value in optional.items() if value is not None},
+    }
+
+
+def lines_of(head: Mapping[str, Any], **lists: Iterable[str]) -> str:
+    """Write an object: a line for each item, and for each entry of lists that are JSON already."""
+    parts = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    for key, entries in lists.items():
+        lines = ",\n".join("  " + entry for entry in entries)
+        parts.append(f" {json.dumps(key)}: [\n{lines}\n ]")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
 def _digest(content: Mapping[str, Any]) -> str:
     """Digest all that a lock says, however its JSON is laid out."""
     rest = {key: value for key, value in content.items() if key not in ("format", "digest")}
@@ -166,27 +188,6 @@ def read_lock(data: bytes, name: str) -> tuple[PutOnMesh, dict[str, int]]:
     return partial(_put_locked, locked, kinds, axis_sizes), axis_sizes
 
 
-def _put_locked(
-    leaves: Leaves, kinds: list[Kind], axis_sizes: dict[str, int], mesh: SizedMesh
-) -> tuple[Leaves, list[Kind]]:
-    if list(axis_sizes.items()) != list(mesh.axis_sizes.items()):
-        raise ValueError(f"a locked plan is for the mesh {mesh_shown(axis_sizes)} alone")
-    return leaves, kinds
-
-
-def _leaf_data(kind: Kind) -> dict[str, Any]:
-    names = None if kind.names is None else list(map(name_data, kind.names))
-    optional = {"memory_kind": kind.memory_kind, "problem": problem_shown(kind)}
-    return {
-        "shape": kind.shape,
-        "dtype": dtype_shown(kind),
-        "rule": kind.rule,
-        **({} if names is None else {"names": names, "rules": list(kind.dim_rules)}),
-        "spec": None if kind._counted is None else spec_data(kind._counted),
-        **{key: value for key, value in optional.items() if value is not None},
-    }
-
-
 def _read_type(leaf: _LeafTable, rules: int) -> LeafType:
     if leaf.problem is None and leaf.spec is None:
         raise ValueError("a leaf has a spec, or a problem")
@@ -219,13 +220,12 @@ def _read_kind(leaf_type: LeafType, leaf: _LeafTable, axis_sizes: dict[str, int]
     return kind_with_bytes(leaf_type, replace(fit, _counted=spec), axis_sizes)
 
 
-def lines_of(head: Mapping[str, Any], **lists: Iterable[str]) -> str:
-    """Write an object: a line for each item, and for each entry of lists that are JSON already."""
-    parts = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-    for key, entries in lists.items():
-        lines = ",\n".join("  " + entry for entry in entries)
-        parts.append(f" {json.dumps(key)}: [\n{lines}\n ]")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+def _put_locked(
+    leaves: Leaves, kinds: list[Kind], axis_sizes: dict[str, int], mesh: SizedMesh
+) -> tuple[Leaves, list[Kind]]:
+    if list(axis_sizes.items()) != list(mesh.axis_sizes.items()):
+        raise ValueError(f"a locked plan is for the mesh {mesh_shown(axis_sizes)} alone")
+    return leaves, kinds
 
 
 def content_of(lock_or_path: str | os.PathLike[str], writer: str) -> tuple[bytes, str]:

@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding
 from shardrules._base.dtypes import bits_of
 from shardrules._base.specs import is_partition_spec, spec_shown
 from shardrules._place.mesh import AnyMesh, has_devices
-from shardrules._plan.align import key_text
 from shardrules._plan.findings import Finding, FindingKind, Level
 from shardrules._plan.fold import fold_paths
 from shardrules._plan.kinds import axes_used
@@ -57,9 +56,15 @@ class Call(NamedTuple):
         # Of inputs the first key tells positional from keyword arguments, whose keys are names.
         skipped = name == "inputs"
         return [
-            "/".join([name, *map(key_text, keys[skipped:])])
+            "/".join([name, *map(_key_text, keys[skipped:])])
             for keys, _ in tree_util.tree_flatten_with_path(numbers)[0]
         ] + updated
+
+
+def _key_text(key: Any) -> str:
+    """Return a key of JAX's paths as text: of a dict, a sequence, a field, or a flattened index."""
+    names = (name for name in ("key", "idx", "name") if hasattr(key, name))
+    return str(next((getattr(key, name) for name in names), key))
 
 
 class Side:
