@@ -242,30 +242,24 @@ class _PathError(KeyError):
         return str(self.args[0])
 
 
-class PathMatch(NamedTuple):
-    """The leaves that a path means, which are alike: all of one folded path."""
+def rows_meant(plan: Plan, path: str) -> list[int]:
+    """Return the rows of a path, which may be folded, a glob, or the end of paths.
 
-    row: int
-    """The first of them."""
-    leaves: int
-    """How many they are."""
-
-
-def find(plan: Plan, path: str) -> PathMatch:
-    """Return the leaves of this path, which may be folded, a glob, or the end of paths."""
+    All are of one folded path.
+    """
     row = plan._leaves.rows.get(path)
     if row is not None:
-        return PathMatch(row, 1)
+        return [row]
     folded = plan.folded
     patterns = [siblings.pattern for siblings in folded]
     if path in patterns:
-        rows = folded[patterns.index(path)].rows
-        return PathMatch(int(rows[0]), len(rows))
-    rows_like = _rows_like(path, plan) if path else []
-    if not rows_like:
+        rows: list[int] = folded[patterns.index(path)].rows.tolist()
+        return rows
+    rows = _rows_like(path, plan) if path else []
+    if not rows:
         near = near_shown(path, patterns) or "; a glob such as '*mlp*' finds what is inside"
         raise _PathError(f"no leaf has the path {brief(path)}{near}")
-    distinct = set(rows_like)
+    distinct = set(rows)
     candidates = [
         siblings.pattern for siblings in folded if not distinct.isdisjoint(siblings.rows.tolist())
     ]
@@ -276,7 +270,7 @@ def find(plan: Plan, path: str) -> PathMatch:
             f"{brief(path)} is ambiguous: it may be any of {len(candidates)} folded paths: "
             f"{', '.join([*texts, *rest])}; give more of the path"
         )
-    return PathMatch(rows_like[0], len(rows_like))
+    return rows
 
 
 def _rows_like(path: str, plan: Plan) -> list[int]:

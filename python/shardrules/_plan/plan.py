@@ -42,7 +42,7 @@ from shardrules._plan.align import (
     survey_planned,
 )
 from shardrules._plan.findings import NOTHING, CheckKind, Declared, Findings, Level, all_declared
-from shardrules._plan.fold import Folded, find
+from shardrules._plan.fold import Folded, rows_meant
 from shardrules._plan.kinds import DEFAULT_LARGE, Kind, Spec, coverage_of
 from shardrules._plan.leaves import Leaves, leaves_by_rules, leaves_by_specs
 from shardrules._plan.memory import DeviceBytes, Training
@@ -378,8 +378,8 @@ class Plan(Decider):
         """Put the leaves and rules on many meshes: bytes per device, and what fits.
 
         Args:
-            meshes: The meshes; those of the plan's and each other's axes that one lacks have size
-                1 there. Default: all factorizations of `devices` over `axes`.
+            meshes: The meshes. Axes of the plan or of others of them that one lacks have size 1
+                there. Default: all factorizations of `devices` over `axes`.
             devices: Devices of these factorizations; or the name of a `Topology`, such as
                 "v5p:8x8x8", for the meshes that JAX builds on it without splitting a dimension of
                 the torus. Default: as many as the plan has.
@@ -485,7 +485,7 @@ class Plan(Decider):
 
         keys = "a string, as in plan.paths, such as 'layers/0/w' for JAX's keys of that leaf"
         check_type("path", path, str, keys)
-        return explanation(self, *find(self, path))
+        return explanation(self, rows_meant(self, path))
 
     def specs(self) -> Any:
         """Return the tree of PartitionSpecs, corrected; those of `named_shardings`.

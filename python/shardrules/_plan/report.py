@@ -426,15 +426,16 @@ class Explanation(NamedTuple):
         return [f"  {line}" for line in rule_lines(names, rows)]
 
 
-def explanation(plan: Plan, row: int, leaves: int) -> Explanation:
-    """Return the explanation of the leaf of this row, which stands for so many that are like it."""
+def explanation(plan: Plan, rows: list[int]) -> Explanation:
+    """Return the explanation of the first of these rows, which get the same."""
+    row = rows[0]
     kind, source = plan.kinds[plan.kind_of[row]], plan.sources[row]
     rules = plan._leaves.path_rules
     tried = _tried_names(kind, plan) if rules is None else _tried(kind, source, rules)
     links = plan._leaves.links.get(row, ())
     companions, bases = tuple(link.companion for link in links), tuple(link.base for link in links)
     mesh, path = mesh_shown(plan.axis_sizes), plan.paths[row]
-    return Explanation(path, source, kind, tried, mesh, companions, bases, leaves, rules is None)
+    return Explanation(path, source, kind, tried, mesh, companions, bases, len(rows), rules is None)
 
 
 def _tried(kind: Kind, source: str, rules: Rules) -> tuple[Tried, ...]:
