@@ -303,6 +303,8 @@ class Search:
         self.seconds = inf
         """Of the best assignment."""
         self.assignment: Assignment | None = None
+        self.least_memory = space.fsdp()
+        """Of those that were improved, that which needs least."""
         self.bound = self.terms.least
         """Seconds: no assignment that fits takes less."""
         self._terms_of: dict[int, list[int]] = {name: [] for name in space.values}
@@ -326,19 +328,17 @@ class Search:
     # Layouts of experts, improved.
 
     def begin(self) -> None:
-        """Improve the best of the layouts that experts write; if nothing fits, what needs least."""
+        """Improve the best of the layouts that experts write, first those that fit best."""
         self.seconds, self.assignment = inf, None
         starts = self.space.starts()
         for start in starts:
             self._offer(start)
         starts.sort(key=lambda row: (self._missing_bytes(row), self.terms.total(row).total))
-        for start in starts[:_DESCENTS]:
-            self._improve(start)
-        if self.assignment is None:
-            self._improve(self.least_memory())
+        rows = [self._improve(start) for start in starts[:_DESCENTS]]
+        self.least_memory = min(rows, key=self.resident.bytes)
 
-    def _improve(self, start: Assignment) -> None:
-        """Change an assignment variable by variable until none gets better."""
+    def _improve(self, start: Assignment) -> Assignment:
+        """Change an assignment variable by variable until none gets better; what fits is first."""
         now, seconds, missing = start, self.terms.total(start), self._missing_bytes(start)
         before = None
         while before != now:
@@ -355,14 +355,7 @@ class Search:
                     if (still_missing, after.total) < (missing, seconds.total * (1 - _ROUNDING)):
                         now, seconds, missing = changed, after, still_missing
         self._offer(now)
-
-    def least_memory(self) -> Assignment:
-        """Return the assignment of least memory to which variables, each by itself, lead."""
-        rows = self.space.starts()
-        for row in rows:
-            for name, values in self.space.values.items():
-                row[name] = min(values, key=lambda v: self.resident.bytes({**row, name: v}))
-        return min(rows, key=self.resident.bytes)
+        return now
 
     # All others, as tables.
 
@@ -521,10 +514,10 @@ def best_of(searches: Sequence[Search]) -> tuple[Search, float]:
 
 def _nothing(searches: Sequence[Search]) -> ValueError:
     """Return the error that nothing that fits was found: by how much, and for which arrays."""
-    sizes = [search.resident.bytes(search.least_memory()) for search in searches]
+    sizes = [search.resident.bytes(search.least_memory) for search in searches]
     needed = min(sizes)
     search = searches[sizes.index(needed)]
-    space, largest = search.space, search.resident.largest(search.least_memory())[:_SHOWN]
+    space, largest = search.space, search.resident.largest(search.least_memory)[:_SHOWN]
     lines = [
         f"{space.step.name}: nothing fits of what was tried: with the least memory that was found "
         f"it needs {bytes_shown(needed)} on each device of "

@@ -358,8 +358,8 @@ _MADE: Final = PRODUCTS | frozenset((
     "scatter_min", "sort", "top_k", "concatenate", "fft", "cholesky", "triangular_solve",
     "eigh", "qr", "lu", "svd", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp",
     "reduce_window_sum", "reduce_window_max", "dynamic_update_slice", "rng_bit_generator",
-    "random_bits", "psum", "psum2", "all_gather", "psum_invariant", "all_to_all",
-    "ppermute", "reduce_scatter", "psum_scatter", "all_gather_invariant", "reduce_sum",
+    "random_bits", "psum", "all_gather", "psum_invariant", "all_to_all",
+    "ppermute", "reduce_scatter", "all_gather_invariant", "reduce_sum",
     "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin",
 ))  # fmt: skip
 # Of what could be sent while devices compute, the part that is: the middle of all and nothing.

@@ -127,8 +127,6 @@ class Equations:
         """Inputs of the code in `shard_map` and results of it, with the axes of each dimension."""
         self.constants: list[int] = []
         """Arrays that the step closes over: XLA has them whole on each device."""
-        self.local: list[tuple[int, int]] = []
-        """Pairs of a dimension, and what a device has of it in that code."""
         self._counted = Counted()
         self._scope, self._devices = "", 1
         self.body = self._body(closed, list(map(self._new, closed.jaxpr.invars)), ())
@@ -279,7 +277,6 @@ class Equations:
         for place, (outer, local) in enumerate(pairs):
             if any(cuts[place : place + 1]):
                 self.dims.parts.append((outer, local))
-                self.local.append((outer, local))
             else:
                 self.dims.unite(outer, local)
 
@@ -336,11 +333,11 @@ _STRUCTURED: Final[dict[str, Callable[..., TracedOperation]]] = {
 
 # What holds one jaxpr that runs once, and the names of the parameter that has it.
 _CALLS: Final = frozenset((
-    "jit", "pjit", "closed_call", "core_closed_call", "core_call", "checkpoint", "remat",
+    "jit", "pjit", "closed_call", "core_call", "checkpoint", "remat",
     "remat2", "run_state", "eval_jaxpr", "composite", "custom_jvp_call", "custom_vjp_call",
-    "custom_vjp_call_jaxpr", "custom_vmap_call", "remat_opt", "linear_call",
+    "custom_vmap_call", "remat_opt", "linear_call",
 ))  # fmt: skip
-_INNER: Final = ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "call", "callee")
+_INNER: Final = ("jaxpr", "call_jaxpr", "fwd_jaxpr", "call", "callee")
 Cuts = tuple[tuple[str, ...], ...]
 """The mesh axes that cut each dimension of an array."""
 CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard"})

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from math import gcd, prod
 from types import MappingProxyType
 from typing import Any, Final
@@ -117,11 +117,6 @@ def rule_of(eqn: Any, counted: Counted = _NONE) -> Rule | None:
 def shape_of(var: Any) -> Shape:
     """Return the shape of a variable; () for a token or another value without one."""
     return tuple(getattr(var.aval, "shape", ()))
-
-
-@lru_cache(maxsize=4096)
-def _elementwise(shapes: tuple[Shape, ...], results: tuple[Shape, ...]) -> Rule:
-    return _alike(Rule({}, [*shapes], [*results]), results[0])
 
 
 def _alike(op: Rule, shape: Shape, whole: Iterable[int] = ()) -> Rule:
@@ -436,13 +431,13 @@ def same_rule(op: Rule) -> Rule:
 _BY_NAME: Final[dict[str, Callable[[Rule], Rule]]] = {
     """exp exp2 expm1 log log1p log2 logistic tanh sin cos tan asin acos atan atan2 sinh cosh asinh
     acosh atanh sqrt rsqrt cbrt pow erf erfc erf_inv lgamma digamma bessel_i0e bessel_i1e
-    copy copy_p stop_gradient name bitcast_convert_type pvary reduce_precision select_n
+    copy stop_gradient name bitcast_convert_type pvary reduce_precision select_n
     add add_any sub mul div rem max min neg sign abs floor ceil round is_finite not and or xor
     eq ne lt le gt ge lt_to le_to eq_to shift_left shift_right_logical shift_right_arithmetic
     clamp convert_element_type integer_pow square one_minus_square nextafter real imag
     complex conj population_count clz threefry2x32 mulhi regularized_incomplete_beta igamma igammac
-    igamma_grad_a random_gamma_grad random_gamma polygamma zeta to_edtype from_edtype tie
-    reciprocal""": lambda op: _elementwise(tuple(op.shapes), tuple(op.result_shapes)),
+    igamma_grad_a random_gamma polygamma zeta to_edtype from_edtype tie
+    reciprocal""": lambda op: _alike(op, op.result_shapes[0]),
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
     "reshape": _reshape,
@@ -473,10 +468,10 @@ _BY_NAME: Final[dict[str, Callable[[Rule], Rule]]] = {
     """iota rng_bit_generator rng_uniform random_bits random_seed random_wrap random_unwrap
     random_fold_in random_split random_clone axis_index empty empty2 create_token
     platform_index lu_pivots_to_permutation""": _new,
-    """sharding_constraint reshard mesh_cast optimization_barrier device_put layout_constraint
-    reduce_vma vary_unreduced_cast pbroadcast ppermute psum psum2 psum_invariant pmax
+    """sharding_constraint reshard optimization_barrier device_put layout_constraint
+    vary_unreduced_cast pbroadcast ppermute psum psum_invariant pmax
     pmin with_memory_space_constraint xla_metadata_value pin unpin reduced_vary_cast""": same_rule,
-    "all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all": _across,
+    "all_gather all_gather_invariant reduce_scatter all_to_all": _across,
 }
 _RULES: Final = {name: rule for names, rule in _BY_NAME.items() for name in names.split()}
 

@@ -286,7 +286,7 @@ ClassRole = Literal[
 _SHAPED: Final = frozenset((
     "convert_element_type", "reshape", "transpose", "squeeze", "slice", "dynamic_slice",
     "copy", "optimization_barrier", "sharding_constraint", "reshard", "broadcast_in_dim",
-    "rev", "name", "copy_p", "pvary", "all_gather", "all_gather_invariant",
+    "rev", "name", "pvary", "all_gather", "all_gather_invariant",
 ))  # fmt: skip
 # A gradient is added to zeros, and never written into a weight.
 _WRITES: Final = frozenset(["dynamic_update_slice", "scatter"])
@@ -315,17 +315,6 @@ def written_arrays(equations: Equations, arrays: Iterable[int]) -> set[int]:
     return {sources[number] for number in written if number in sources}
 
 
-def _classes_alike(equations: Equations) -> dict[int, int]:
-    """Return {class that code by device has a part of, or the part: the first class of these}."""
-    first: dict[int, int] = {}
-    for pair in equations.local:
-        for whole, part in zip(*map(equations.dims.classes, pair), strict=False):
-            if whole != part:
-                first.setdefault(whole, whole)
-                first[whole] = first.setdefault(part, first[whole])
-    return first
-
-
 class Roles:
     """Roles by class of dimensions.
 
@@ -335,7 +324,6 @@ class Roles:
 
     def __init__(self, equations: Equations, weights: Iterable[int], data: Iterable[int]) -> None:
         self._equations = equations
-        self._first = _classes_alike(equations)
         weights = tuple(weights)
         self.weights = weight_arrays(equations, weights)
         self.of_weights = Counter(self._classes_of(weights))
@@ -348,10 +336,6 @@ class Roles:
             self._see(operation)
         self._name_data()
         self._name_rest()
-        for name, first in self._first.items():
-            if first in self.of:
-                self.of[name] = self.of[first]
-            self.of_weights[name] = self.of_weights[first]
 
     def is_like_weights(self, number: int) -> bool:
         """Say whether weights have all dimensions of an array, as their gradients do."""
@@ -365,8 +349,7 @@ class Roles:
             yield from dict.fromkeys(c for dims in self._dims_of(number) for c in dims)
 
     def _dims_of(self, number: int) -> Iterator[Dims]:
-        for dim in self._equations.values[number].dims:
-            yield tuple([self._first.get(c, c) for c in self._equations.dims.classes(dim)])
+        return map(self._equations.dims.classes, self._equations.values[number].dims)
 
     def _name(self, classes: Iterable[int], role: ClassRole) -> None:
         for name in classes:
