@@ -81,7 +81,7 @@ def test_rows_that_an_iota_indexes_stay_in_place_by_the_compiler_as_by_the_price
     assert not sr.inspect(compiled, (None, None)).collectives
     step = sr.trace(jax.grad(squares), rows, places)
     space = Space(step, {"fsdp": 8})
-    assert Spread(space, space.traced()).of_step().sent == []
+    assert Spread(space, space.of_program()).of_step().sent == []
 
 
 def test_what_is_sent_takes_the_links_of_the_slice():

@@ -68,7 +68,7 @@ def traced(mesh, function=train):
 def layout(step):
     """Rows by fsdp, hidden units by tp, where they divide; as a solution has it for all arrays."""
     space = Space(step, step.mesh.shape)
-    spread = Spread(space, space.traced()).of_step()
+    spread = Spread(space, space.of_program()).of_step()
     cuts = {n: spread.cuts(n) for n in range(len(step._equations.values))}
     for number, value in enumerate(step._equations.values):
         if value.shape[:1] == (ROWS,):

@@ -145,7 +145,7 @@ def test_fsdp_and_the_layout_of_the_program_are_among_those_compiled_and_what_is
     search = Search(step, sizes, sr.Hardware.named("v5p"), 10**12)
     entries = shortlist(best_of([search])[0], [search])
     assert [row.what for row in entries][:3] == ["the best by prediction", "FSDP", "as in the program"]
-    own = search.space.traced()
+    own = search.space.of_program()
     assert own == entries[2].assignment in search.space.starts()
     cuts = [search.space.cuts(number, own) for number in step._equations.body.inputs]
     assert cuts == [(("tp",), ("fsdp",)), (("fsdp",), ("tp",)), (("fsdp",), ())]

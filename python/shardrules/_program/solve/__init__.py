@@ -1,1 +1,1 @@
-"""Solves how a step is sharded: problem, optimum, and its rules, constraints and proof."""
+"""Solves how a step is sharded: layouts, their prices, the best, and its rules and constraints."""

@@ -141,7 +141,7 @@ def shortlist(best: Search, searches: Sequence[Search]) -> list[Contender]:
     fsdp = [Contender("FSDP", search, search.space.fsdp()) for search in searches]
     mesh = best.space.step.mesh
     sizes = {} if mesh is None else dict(mesh.shape)
-    traced = next((row for row in searches if row.machine.sizes == sizes), best)
+    own = next((row for row in searches if row.machine.sizes == sizes), best)
     others = [
         Contender(f"the best on {mesh_shown(row.machine.sizes)}", row, row.assignment)
         for row in searches
@@ -151,12 +151,12 @@ def shortlist(best: Search, searches: Sequence[Search]) -> list[Contender]:
     rows = [
         first,
         *_fastest(fsdp)[:1],
-        Contender("as in the program", traced, traced.space.traced()),
+        Contender("as in the program", own, own.space.of_program()),
         *(row for row in others if row.seconds.total <= first.seconds.total * _FAR),
     ]
     by_cost: dict[Any, Contender] = {}
     for row in rows:
-        if row is first or not row.search.is_over_memory(row.assignment):
+        if row is first or not row.search.missing_bytes(row.assignment):
             by_cost.setdefault(row.key(), row)
     return list(by_cost.values())[:MOST]
 
@@ -208,10 +208,10 @@ def mesh_to_compile(row: Contender, topology: Topology | None) -> Mesh | None:
     return mesh if has_child(mesh) and not axes_of_type(mesh, "Explicit") else None
 
 
-def compiled(rows: Iterable[Contender], topology: Topology | None) -> Iterator[Contender]:
+def compile_each(rows: Iterable[Contender], topology: Topology | None) -> Iterator[Contender]:
     """Yield the layouts with what the compiler makes of each; two are compiled at once."""
 
-    def asked(row: Contender) -> tuple[Contender, AskedProof]:
+    def ask(row: Contender) -> tuple[Contender, AskedProof]:
         mesh, step = mesh_to_compile(row, topology), row.search.space.step
         assert mesh is not None
         specs = specs_of(step, row.spread).values()
@@ -221,10 +221,10 @@ def compiled(rows: Iterable[Contender], topology: Topology | None) -> Iterator[C
             for leaf, spec in zip(leaves, specs, strict=True)
         ]
         args = list(tree_util.tree_unflatten(structure, placed))
-        args[step._place] = plan_of(step, row.spread, mesh)
+        args[step._model_at] = plan_of(step, row.spread, mesh)
         return row, AskedProof(constrained_step(step, row.spread, mesh), tuple(args), on=mesh)
 
-    for row, proof in asked_in_order(rows, asked):
+    for row, proof in asked_in_order(rows, ask):
         assert proof is not None
         yield _with_answer(row, proof)
 
@@ -285,7 +285,7 @@ def specs_of(step: Step, spread: Spread) -> dict[str, PartitionSpec]:
 
 def plan_of(step: Step, spread: Spread, mesh: Any) -> Plan:
     """Return the plan of the parameters."""
-    specs, place = list(specs_of(step, spread).values()), step._place
-    tree, structure = step._trees[place], tree_util.tree_structure(step._trees[place])
-    rows = [specs[row] for row in step._ranges[place]]
+    specs, tree = list(specs_of(step, spread).values()), step._trees[step._model_at]
+    rows = [specs[row] for row in step._ranges[step._model_at]]
+    structure = tree_util.tree_structure(tree)
     return plan(tree, tree_util.tree_unflatten(structure, rows), mesh)

@@ -76,6 +76,33 @@ class Activation(NamedTuple):
         return printable(f"{line}: {text}  # {array}, {verb}")
 
 
+def activations(step: Step, spread: Spread) -> tuple[Activation, ...]:
+    """List the constraints that a program may have, line by line, in its order."""
+    rows: dict[Any, Activation] = {}
+    for seam in seams(step, spread):
+        operation, value = seam.operation, step._equations.values[seam.number]
+        # The backward pass of an array has its sharding, as JAX has it for a constraint.
+        is_result = seam.place >= 0
+        if "transpose(" in operation.scope or (
+            is_result and step._roles.is_like_weights(seam.number)
+        ):
+            continue
+        users = step._equations.users.get(seam.number, ())
+        lines = (user_line(row.eqn) for row in (operation, *users) if row)
+        row = Activation(
+            operation.path,
+            str(next(filter(None, lines), "")),
+            value.shape,
+            getattr(value.dtype, "name", str(value.dtype)),
+            spec_of_cuts(seam.cuts),
+            constrains(operation.eqn),
+            seam.place < 0,
+            _weight_of(step, seam),
+        )
+        rows.setdefault(row[1:] if row.line else row, row)
+    return tuple(rows.values())
+
+
 def _weight_of(step: Step, seam: Seam) -> str:
     """Return the path of the weight that a seam is of, or with which a product makes its array."""
     weights = step._roles.weights
@@ -85,7 +112,7 @@ def _weight_of(step: Step, seam: Seam) -> str:
     if len(places) != 1:
         return ""
     path = dict(zip(step._equations.body.inputs, step._paths, strict=True))[places[0]]
-    return path.removeprefix(f"inputs/{step._place}/")
+    return path.removeprefix(f"inputs/{step._model_at}/")
 
 
 class Seam(NamedTuple):
@@ -151,33 +178,6 @@ def _carried(equations: Equations) -> Iterator[int | None]:
     for operation, _ in equations.everything():
         if operation.name in ("scan", "while"):
             yield from operation.bodies[0].outputs[: operation.carries]
-
-
-def activations(step: Step, spread: Spread) -> tuple[Activation, ...]:
-    """List the constraints that a program may have, line by line, in its order."""
-    rows: dict[Any, Activation] = {}
-    for seam in seams(step, spread):
-        operation, value = seam.operation, step._equations.values[seam.number]
-        # The backward pass of an array has its sharding, as JAX has it for a constraint.
-        is_result = seam.place >= 0
-        if "transpose(" in operation.scope or (
-            is_result and step._roles.is_like_weights(seam.number)
-        ):
-            continue
-        users = step._equations.users.get(seam.number, ())
-        lines = (user_line(row.eqn) for row in (operation, *users) if row)
-        row = Activation(
-            operation.path,
-            str(next(filter(None, lines), "")),
-            value.shape,
-            getattr(value.dtype, "name", str(value.dtype)),
-            spec_of_cuts(seam.cuts),
-            constrains(operation.eqn),
-            seam.place < 0,
-            _weight_of(step, seam),
-        )
-        rows.setdefault(row[1:] if row.line else row, row)
-    return tuple(rows.values())
 
 
 def spec_of_cuts(cuts: Cuts) -> PartitionSpec:

@@ -37,7 +37,7 @@ from shardrules._program.solve.candidates import (
     Candidate,
     Contender,
     StepCost,
-    compiled,
+    compile_each,
     mesh_to_compile,
     plan_of,
     shortlist,
@@ -156,7 +156,7 @@ class Solution:
     @cached_property
     def _suggestion(self) -> Suggestion:
         """The parameters planned by the rules, each with its leaves."""
-        return ruled(self.step, self.specs, self.mesh)
+        return suggestion_of(self.step, self.specs, self.mesh)
 
     @cached_property
     def activations(self) -> tuple[Activation, ...]:
@@ -281,7 +281,7 @@ def _compiled_shortlist(
         return entries
     rows: list[Contender] = []
     with suppress(KeyboardInterrupt):  # then those count that are known
-        for row in compiled(entries, topology):
+        for row in compile_each(entries, topology):
             rows.append(row)
             PROGRESS.get()(f"layout {len(rows)} of {len(entries)} compiled: {row.what}")
     return sorted(rows, key=Contender.rank) or entries[:1]
@@ -323,27 +323,26 @@ def _class_choices(layout: Contender) -> Iterator[ClassChoice]:
     space, assignment = layout.search.space, layout.assignment
     step = space.step
     for name in space.values:
-        if name == STORED or name in step._places or assignment[name]:
+        if name == STORED or name in step._arrays_of or assignment[name]:
             yield ClassChoice(
                 "stored" if name == STORED else step._roles.of.get(name, ""),
                 0 if name == STORED else step._equations.dims.sizes[name],
-                tuple(step._places.get(name, ())),
+                tuple(step._arrays_of.get(name, ())),
                 assignment[name],
             )
 
 
-def ruled(step: Step, specs: Mapping[str, PartitionSpec], mesh: Any) -> Suggestion:
+def suggestion_of(step: Step, specs: Mapping[str, PartitionSpec], mesh: Any) -> Suggestion:
     """Plan the parameters by rules that give them their specs, in the dialect of the step's."""
     from jax.tree_util import tree_leaves
 
-    place, planned = step._place, step.plan
-    tree = step._trees[place]
+    planned, tree = step.plan, step._trees[step._model_at]
     if planned is not None and isinstance(planned.rules, Rules):  # its leaves have the user's order
         bare = planned.with_rules(Rules((), planned.rules.dialect)).on_mesh(mesh)
     else:
         bare = plan_by_rules(tree, Rules(()), mesh)
     leaves = inputs_of(tree, step._function, tree_leaves(bare._leaves.tree))
-    rows = zip(leaves, step._ranges[place], strict=True)
+    rows = zip(leaves, step._ranges[step._model_at], strict=True)
     spec_of = {bare.paths[leaf]: _entries(specs[step._paths[row]]) for leaf, row in rows}
     result, draft = with_specs(bare, spec_of)
     used = frozenset().union(*(axes_named(kind.spec) for kind in result.kinds))

@@ -65,7 +65,7 @@ class Space:
             for number, kind in enumerate(kinds)
         ]
         """By array the first of those that have its cuts, in every layout."""
-        self._known: dict[tuple[Any, ...], Cuts] = {}
+        self._cuts_by_key: dict[tuple[Any, ...], Cuts] = {}
         self._stored_places = cache(self._places_to_store)
         self.count = cache(lambda axes: prod(self.sizes[axis] for axis in axes))
         """Devices along mesh axes."""
@@ -102,11 +102,11 @@ class Space:
         stored = axes.get(STORED, ()) if self._is_weight[number] else ()
         names = (name for row in self.classes[first] for name in row)
         key = (first, stored, *[axes.get(name, ()) for name in names])
-        if key not in self._known:
-            self._known[key] = self._cuts(first, axes, stored)
-        return self._known[key]
+        if key not in self._cuts_by_key:
+            self._cuts_by_key[key] = self._cuts(first, axes, stored)
+        return self._cuts_by_key[key]
 
-    def known(self, number: int, cuts: Sequence[Sequence[str]]) -> Cuts:
+    def in_mesh(self, number: int, cuts: Sequence[Sequence[str]]) -> Cuts:
         """Return the cuts of an array without axes of one device, or that are not in the mesh."""
         rank = len(self.equations.values[number].shape)
         rows = [tuple(axis for axis in axes if axis in self.sizes) for axes in cuts]
@@ -122,17 +122,17 @@ class Space:
         if is_vector and all(sizes[n] < _LARGE_VECTOR for _, n in self._stored_places(number)):
             return ((),) * len(rows)
         axes_at: dict[tuple[int, int], Axes] = {}
-        taken: set[str] = set()
+        used: set[str] = set()
         ranked = sorted(  # those that keep axes first
             (_RANKS.index(self.roles.of.get(name, "")), name, dim, place)
             for dim, row in enumerate(rows)
             for place, name in enumerate(row)
         )
         for _, name, dim, place in ranked:
-            free = [a for a in axes.get(name, ()) if a not in taken]
+            free = [a for a in axes.get(name, ()) if a not in used]
             if free:
                 axes_at[dim, place] = tuple(free)
-                taken.update(free)
+                used.update(free)
         cuts = [self._contiguous(row, dim, axes_at) for dim, row in enumerate(rows)]
         if stored and self.is_stored(number):
             self._store(number, stored, cuts)
@@ -193,9 +193,9 @@ class Space:
     def _facts(self) -> dict[int, Cuts]:
         """Return the cuts of constants, and of what only code by device makes and reads."""
         equations = self.equations
-        constants = {number: self.known(number, ()) for number in equations.constants}
+        constants = {number: self.in_mesh(number, ()) for number in equations.constants}
         return constants | {
-            number: self.known(number, equations.manual[number])
+            number: self.in_mesh(number, equations.manual[number])
             for operation, _ in equations.everything()
             for number in operation.outputs
             if operation.name == "shard_map"
@@ -215,40 +215,36 @@ class Space:
         parts += [name for name, role in roles.of.items() if role == "head size"]
         return set(roles.with_parts(parts))
 
-    def traced(self) -> Assignment:
-        """Return the values that are nearest to the layout with which the step was traced.
+    def of_program(self) -> Assignment:
+        """Return the values that are nearest to the layout that the program has.
 
         Axes of the batch that cut weights store them; all others are those of their class.
         """
-        roles, cuts_of = self.roles, self._written_cuts()
-        wishes: dict[int, list[str]] = {name: [] for name in self.values}
-        stored = wishes.setdefault(STORED, [])
-        for number in sorted(cuts_of, key=self.is_weight):
+        roles, cuts_of = self.roles, self._program_cuts()
+        axes_of: dict[int, list[str]] = {name: [] for name in self.values}
+        batch = [axes_of[name] for name in axes_of if roles.of.get(name) == "batch"]
+        stored = axes_of.setdefault(STORED, [])
+        for number in sorted(cuts_of, key=self.is_weight):  # the batch has its axes first
             for classes, axes in zip(self.classes[number], cuts_of[number], strict=False):
-                batch = {
-                    a for name, row in wishes.items() if roles.of.get(name) == "batch" for a in row
-                }
                 for axis in axes:
-                    is_stored = self.is_weight(number) and axis in batch
-                    wish = stored if is_stored else wishes.get(classes[0] if classes else 0, [])
-                    wish.append(axis)
-        return {
-            name: self._largest(name, wish) for name, wish in wishes.items() if name in self.values
-        }
+                    is_stored = self.is_weight(number) and any(axis in row for row in batch)
+                    row = stored if is_stored else axes_of.get(classes[0] if classes else 0, [])
+                    row.append(axis)
+        return {name: self._largest(name, axes_of[name]) for name in self.values}
 
-    def _written_cuts(self) -> dict[int, Cuts]:
+    def _program_cuts(self) -> dict[int, Cuts]:
         """Return the cuts that arguments, the jitted step or constraints give arrays."""
         step, inputs = self.step, self.equations.body.inputs
         leaves = [leaf for tree in step._trees for leaf in inputs_of(tree, step._function)]
         of_leaves = [getattr(leaf, "sharding", None) for leaf in leaves]
         by_call = () if step._call is None else step._call.params.get("in_shardings", ())
-        written = [*zip(inputs, of_leaves, strict=True)]
-        written += zip(inputs, by_call, strict=True) if len(by_call) == len(inputs) else ()
+        shardings = [*zip(inputs, of_leaves, strict=True)]
+        shardings += zip(inputs, by_call, strict=True) if len(by_call) == len(inputs) else ()
         constraints = (row for row, _ in self.equations.everything() if constrains(row.eqn))
         for row in constraints:
             sharding = row.eqn.params.get("sharding") or row.eqn.params.get("dst_sharding")
-            written.append((row.outputs[0], sharding))
-        specs = ((number, getattr(sharding, "spec", None)) for number, sharding in written)
+            shardings.append((row.outputs[0], sharding))
+        specs = ((number, getattr(sharding, "spec", None)) for number, sharding in shardings)
         return {
             number: tuple(map(entry_axes, entries_of(spec)))
             for number, spec in specs
@@ -261,7 +257,7 @@ class Space:
         Of those alike the first has the last axis on weights.
         """
         rows = [self._start(tensor) for tensor in (None, *reversed(self.sizes))]
-        rows.append(self.traced())
+        rows.append(self.of_program())
         return list({tuple(row.values()): row for row in rows}.values())
 
     def fsdp(self) -> Assignment:
@@ -278,21 +274,21 @@ class Space:
         for name in self.values:
             role = roles.of.get(name, "")
             if name == STORED:
-                wish = list(self.sizes)
+                axes = list(self.sizes)
             elif role == "batch":
-                wish = [axis for axis in self.sizes if axis != tensor]
+                axes = [axis for axis in self.sizes if axis != tensor]
             else:
                 is_cut = name in roles.of_weights and role != "model width"
-                wish = [tensor] if tensor and is_cut else []
-            layout[name] = self._largest(name, wish)
+                axes = [tensor] if tensor and is_cut else []
+            layout[name] = self._largest(name, axes)
         cut = {axis for n in layout if roles.of.get(n) == "batch" for axis in layout[n]}
         for name in (name for name in layout if roles.of.get(name) == "sequence"):
             layout[name] = self._largest(name, self.sizes.keys() - cut)
         return layout
 
-    def _largest(self, name: int, wish: Iterable[str]) -> Axes:
-        """Return the value of a variable of most devices among those of axes that are wished."""
-        fitting = (value for value in self.values[name] if set(value) <= set(wish))
+    def _largest(self, name: int, axes: Iterable[str]) -> Axes:
+        """Return the value of a variable of most devices that has no axes but these."""
+        fitting = (value for value in self.values[name] if set(value) <= set(axes))
         return max(fitting, key=self.count, default=())
 
     def shown(self, name: int) -> str:

@@ -61,10 +61,15 @@ class Spread:
         self.sums: set[int] = set()
         """Arrays of which devices add up what each has."""
         self._cuts: dict[int, Cuts] = {}
+        """Of arrays that do not lie as the layout has them yet."""
         self._copies: set[tuple[int, Cuts]] = set()
-        self._terms: dict[int, tuple[Axes, ...]] = {}
+        """Arrays with other cuts to which they were brought: such a copy is used again."""
+        self._addends: dict[int, tuple[Axes, ...]] = {}
+        """Sums that an addition adds up, and the axes over which."""
         self._axes: dict[int, Axes] = {}
-        self._now: TracedOperation
+        """Of the factors of an operation, by its id."""
+        self._operation: TracedOperation
+        """The one that is counted, which runs so many times."""
         self._trips: int
 
     def of_step(self) -> Spread:
@@ -95,7 +100,7 @@ class Spread:
 
     def run(self, operation: TracedOperation, trips: int) -> None:
         """Count one operation, and bring its results to their layout."""
-        self._now, self._trips = operation, trips
+        self._operation, self._trips = operation, trips
         if operation.bodies:
             self._run_inside(operation)
         elif operation.rule is not None:
@@ -103,10 +108,10 @@ class Spread:
         else:  # not modelled: each device has all that it reads
             for number in operation.inputs:
                 if number is not None:
-                    self._move(number, self.space.known(number, ()))
+                    self._move(number, self.space.in_mesh(number, ()))
         for number in operation.outputs:
-            if number not in self._terms:  # or an addition sends what devices have of a sum
-                self._cuts.setdefault(number, self.space.known(number, ()))
+            if number not in self._addends:  # or an addition sends what devices have of a sum
+                self._cuts.setdefault(number, self.space.in_mesh(number, ()))
                 self._move(number, self.target(number))
                 del self._cuts[number]
 
@@ -115,15 +120,15 @@ class Spread:
 
         Of code by device these are its specs.
         """
-        manual, known = self._equations.manual, self.space.known
+        manual, in_mesh = self._equations.manual, self.space.in_mesh
         for body in operation.bodies:
             for outer, inner, is_slice in operation.arguments(body):
                 if outer is not None and inner != outer:
-                    cuts = known(outer, manual[inner]) if inner in manual else self.target(inner)
+                    cuts = in_mesh(outer, manual[inner]) if inner in manual else self.target(inner)
                     self._move(outer, ((), *cuts) if is_slice else cuts)
-            for made, result, is_stack in operation.results(body):
-                cuts = manual.get(made, () if result is None else self.cuts(result))
-                self._cuts[made] = known(made, ((), *cuts) if is_stack else cuts)
+            for outer, inner, is_stack in operation.results(body):
+                cuts = manual.get(outer, () if inner is None else self.cuts(inner))
+                self._cuts[outer] = in_mesh(outer, ((), *cuts) if is_stack else cuts)
 
     # Products, and all else that has factors
 
@@ -132,7 +137,7 @@ class Spread:
         if rule.is_identity:
             for before, after in zip(operation.inputs, operation.outputs, strict=False):
                 cuts = () if before is None else self.cuts(before)
-                self._cuts[after] = self.space.known(after, cuts)
+                self._cuts[after] = self.space.in_mesh(after, cuts)
             return
         choice = self._cheapest(operation, rule, self._options(operation, rule))
         self._axes[id(operation)] = tuple(axis for axes in choice.values() for axis in axes)
@@ -197,15 +202,15 @@ class Spread:
     def _add_terms(self, operation: TracedOperation, cuts: Cuts) -> bool:
         """Add terms that devices have not added up yet; False if there are others among them."""
         numbers = [number for number in operation.inputs if number is not None]
-        axes = {self._terms.get(number) for number in numbers}
+        axes = {self._addends.get(number) for number in numbers}
         if len(numbers) == len(operation.inputs) and len(axes) == 1 and None not in axes:
             (result,) = operation.outputs
             self._cuts[result] = cuts
-            self._add_up(result, self._terms[numbers[0]])
+            self._add_up(result, self._addends[numbers[0]])
             return True
         for number in numbers:
-            if number in self._terms:
-                self._send_sum(number, self._terms.pop(number))
+            if number in self._addends:
+                self._send_sum(number, self._addends.pop(number))
         return False
 
     def _add_up(self, number: int, rows: tuple[Axes, ...]) -> None:
@@ -214,7 +219,7 @@ class Spread:
             return
         self.sums.add(number)
         if adder(self._equations, number) is not None:
-            self._terms[number] = rows
+            self._addends[number] = rows
         else:
             self._send_sum(number, rows)
 
@@ -223,13 +228,13 @@ class Spread:
         target = self.target(number)
         for axes in rows:
             before = self._cuts[number]
-            taken = {axis for row in before for axis in row}
-            scattered = tuple(a for row in target for a in row if a in axes and a not in taken)
-            rest = tuple(axis for axis in axes if axis not in scattered)
-            if scattered:
-                self._send("reduce-scatter", scattered, self.bytes(number), number)
+            used = {axis for row in before for axis in row}
+            scatter_axes = tuple(a for row in target for a in row if a in axes and a not in used)
+            rest = tuple(axis for axis in axes if axis not in scatter_axes)
+            if scatter_axes:
+                self._send("reduce-scatter", scatter_axes, self.bytes(number), number)
                 self._cuts[number] = tuple(
-                    (*row, *(axis for axis in goal if axis in scattered))
+                    (*row, *(axis for axis in goal if axis in scatter_axes))
                     for row, goal in zip(before, target, strict=True)
                 )
             if rest:
@@ -239,7 +244,7 @@ class Spread:
 
     def _move(self, number: int, cuts: Cuts) -> None:
         """Bring an array to other cuts: at once, if it does not lie as the layout has it."""
-        self.reads[id(self._now), number] = cuts
+        self.reads[id(self._operation), number] = cuts
         if self.cuts(number) == cuts:
             return
         if number in self._cuts:
@@ -266,16 +271,16 @@ class Spread:
         if before == after:
             return
         place = {axis: dim for dim, row in enumerate(after) for axis in row}
-        gathered = [a for row in before for a in row if a not in place]
-        turned = [a for dim, row in enumerate(before) for a in row if place.get(a, dim) != dim]
-        if turned:
-            yield "all-to-all", tuple(turned), self.space.bytes(number, before)
-        if gathered:
+        gather_axes = [a for row in before for a in row if a not in place]
+        turn_axes = [a for dim, row in enumerate(before) for a in row if place.get(a, dim) != dim]
+        if turn_axes:
+            yield "all-to-all", tuple(turn_axes), self.space.bytes(number, before)
+        if gather_axes:
             rows = tuple(
-                tuple(a for a in row if a not in gathered and place.get(a) == dim)
+                tuple(a for a in row if a not in gather_axes and place.get(a) == dim)
                 for dim, row in enumerate(before)
             )
-            yield "all-gather", tuple(gathered), self.space.bytes(number, rows)
+            yield "all-gather", tuple(gather_axes), self.space.bytes(number, rows)
 
 
 def adder(equations: Equations, number: int) -> TracedOperation | None:

@@ -1,1 +1,1 @@
-"""Reads a step before it is compiled: its dimensions, arithmetic, memory and traffic."""
+"""Reads a step before it is compiled: its dimensions, what they are for, and its arithmetic."""

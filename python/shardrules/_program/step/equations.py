@@ -127,7 +127,7 @@ class Equations:
         """Inputs of the code in `shard_map` and results of it, with the axes of each dimension."""
         self.constants: list[int] = []
         """Arrays that the step closes over: XLA has them whole on each device."""
-        self._counted = Counted()
+        self._iotas = Iotas()
         self._scope, self._devices = "", 1
         self.body = self._body(closed, list(map(self._new, closed.jaxpr.invars)), ())
 
@@ -179,10 +179,10 @@ class Equations:
         return Body([i for i in inputs if i is not None], outputs, operations)
 
     def _operation(self, eqn: Any, read: list[int | None], site: Site) -> TracedOperation:
-        if structured := _STRUCTURED.get(eqn.primitive.name):
-            return structured(self, eqn, self._numbered(eqn, read), site)
+        if read_bodies := _WITH_BODIES.get(eqn.primitive.name):
+            return read_bodies(self, eqn, self._numbered(eqn, read), site)
         is_indexed = eqn.primitive.name.startswith(("gather", "scatter"))
-        rule = rule_of(eqn, self._counted.columns(read[1]) if is_indexed else {})
+        rule = rule_of(eqn, self._iotas.columns(read[1]) if is_indexed else {})
         if rule is None:
             return TracedOperation(eqn, None, read, [self._new(var) for var in eqn.outvars])
         operands = [
@@ -192,7 +192,7 @@ class Equations:
         results = self.dims.apply(rule, operands)
         outputs = [self._new(var, dims) for var, dims in zip(eqn.outvars, results, strict=True)]
         if len(outputs) == 1:
-            self._counted.see(eqn, read, outputs[0])
+            self._iotas.see(eqn, read, outputs[0])
         return TracedOperation(eqn, rule, read, outputs)
 
     def _numbered(self, eqn: Any, read: list[int | None]) -> list[int]:
@@ -323,7 +323,7 @@ class Equations:
         return sum(row.flops * row.devices * trips for row, trips in self.everything(body))
 
 
-_STRUCTURED: Final[dict[str, Callable[..., TracedOperation]]] = {
+_WITH_BODIES: Final[dict[str, Callable[..., TracedOperation]]] = {
     "scan": Equations._loop,
     "while": Equations._loop,
     "cond": Equations._cond,
@@ -413,7 +413,7 @@ def inputs_of(tree: Any, function: Any, values: Iterable[Any] | None = None) -> 
     return [value for leaf, value in pairs if not is_filtered or isinstance(leaf, kinds)]
 
 
-class Counted:
+class Iotas:
     """Arrays of a step whose elements are their own places along a dimension, as an iota's are.
 
     `x[jnp.arange(n)[:, None], i]` leaves rows in place.
@@ -421,19 +421,19 @@ class Counted:
 
     def __init__(self) -> None:
         self._along: dict[int | None, int] = {}
-        """By array, the dimension along which it counts from 0."""
+        """By array, the dimension of which its elements are the places."""
         self._sums: dict[int | None, int | None] = {}
         """By array that is another one plus a number, the other one."""
         self._columns: dict[int | None, dict[int, int]] = {}
 
     def columns(self, indices: int | None) -> dict[int, int]:
-        """Return {column of an array of indices: the dimension along which it counts}."""
+        """Return {column of an array of indices: the dimension along which it is an iota}."""
         if indices in self._along:
             return {0: self._along[indices]}
         return self._columns.get(indices, {})
 
     def see(self, eqn: Any, read: Sequence[int | None], output: int) -> None:
-        """Note whether the result of an equation counts."""
+        """Note whether the result of an equation is an iota."""
         name, along = eqn.primitive.name, [self._along.get(number) for number in read]
         dim = along[0] if along else None
         if name == "iota":
@@ -453,7 +453,7 @@ class Counted:
 
 
 def _columns_of(eqn: Any, along: Sequence[int | None]) -> dict[int, int]:
-    """Return the columns that count of arrays that are put side by side in the last dimension."""
+    """Return the columns that are iotas, of arrays side by side in the last dimension."""
     columns: dict[int, int] = {}
     if eqn.params["dimension"] == len(eqn.outvars[0].aval.shape) - 1:
         place = 0

@@ -22,9 +22,9 @@ Factors = tuple[int, ...]
 _Dims = Iterable[Factors]
 """Factors of each dimension of an array."""
 Shape = tuple[int, ...]
-Counted = Mapping[int, int]
-"""By column of indices that counts along a dimension, that dimension."""
-_NONE: Final[Counted] = MappingProxyType({})
+IotaColumns = Mapping[int, int]
+"""By column of indices that is an iota along a dimension, that dimension."""
+_NONE: Final[IotaColumns] = MappingProxyType({})
 
 
 @dataclass(eq=False)
@@ -37,7 +37,7 @@ class Rule:
     """Of the operands."""
     result_shapes: list[Shape]
     """Shapes of the results."""
-    counted: Counted = field(default_factory=lambda: _NONE)  # Python 3.11 takes no other
+    iota_columns: IotaColumns = field(default_factory=lambda: _NONE)  # Python 3.11 takes no other
     sizes: list[int] = field(default_factory=list)
     """Per factor."""
     operands: tuple[tuple[Factors, ...], ...] = ()
@@ -96,11 +96,10 @@ class Rule:
         return self
 
 
-def rule_of(eqn: Any, counted: Counted = _NONE) -> Rule | None:
+def rule_of(eqn: Any, iota_columns: IotaColumns = _NONE) -> Rule | None:
     """Return the rule of an equation without a jaxpr in it; None if it is not modelled.
 
-    Of a gather or scatter, columns of the indices that count along a dimension are `counted`: rows
-    of the array along it stay where they are.
+    Of a gather or scatter, `iota_columns` of the indices choose rows that stay where they are.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -111,7 +110,7 @@ def rule_of(eqn: Any, counted: Counted = _NONE) -> Rule | None:
     """
     shapes, results = ([shape_of(var) for var in vars_] for vars_ in (eqn.invars, eqn.outvars))
     make = _RULES.get(eqn.primitive.name)
-    return make and make(Rule(eqn.params, shapes, results, counted))
+    return make and make(Rule(eqn.params, shapes, results, iota_columns))
 
 
 def shape_of(var: Any) -> Shape:
@@ -282,7 +281,7 @@ def _indexed(
     batch = list(getattr(numbers, "operand_batching_dims", ()))
     for dim, other in zip(batch, getattr(numbers, batching, ()), strict=True):
         indices[other] = operand[dim]
-    for column, other in op.counted.items():
+    for column, other in op.iota_columns.items():
         dim = getattr(numbers, columns)[column]
         if dim in gone and op.shapes[1][other] == op.shapes[0][dim]:
             indices[other] = operand[dim]

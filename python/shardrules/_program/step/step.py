@@ -104,11 +104,12 @@ class Step:
         with collector_paused():
             self._equations = Equations(self._closed)
         self._trees = tuple(arg.abstract() if isinstance(arg, Plan) else arg for arg in args)
-        places, inputs = [int(path.split("/")[1]) for path in paths], self._equations.body.inputs
+        inputs, argument_of = self._equations.body.inputs, [int(p.split("/")[1]) for p in paths]
         self._ranges = [
-            range(bisect_left(places, i), bisect_right(places, i)) for i in range(len(args))
+            range(bisect_left(argument_of, i), bisect_right(argument_of, i))
+            for i in range(len(args))
         ]
-        """The places of each argument's leaves."""
+        """The places of each argument's leaves among all."""
         # Weights are what is planned, or the first argument, but for state such as caches.
         plans = [i for i, arg in enumerate(args) if isinstance(arg, Plan)] or [0][: len(args)]
         planned = [inputs[row] for i in plans for row in self._ranges[i]]
@@ -116,36 +117,34 @@ class Step:
         weights = {number for number in planned if number not in state} or {*planned}
         is_weight = [number in weights for number in inputs]
         self._roles = Roles(self._equations, weights, compress(inputs, map(not_, is_weight)))
-        self._place = places[is_weight.index(True)] if weights else 0
+        self._model_at = argument_of[is_weight.index(True)] if weights else 0
         """The argument of the parameters: the first plan that is no state, or the first one."""
 
     @property
     def plan(self) -> Plan | None:
         """The Plan of the parameters among the arguments; None without one."""
-        arg = self._args[self._place] if self._args else None
+        arg = self._args[self._model_at] if self._args else None
         return arg if isinstance(arg, Plan) else None
 
     @cached_property
-    def _places(self) -> dict[int, list[tuple[str, int]]]:
+    def _arrays_of(self) -> dict[int, list[tuple[str, int]]]:
         """By class, (path, dimension) of each argument that has it."""
         equations = self._equations
-        places: dict[int, list[tuple[str, int]]] = {}
+        arrays_of: dict[int, list[tuple[str, int]]] = {}
         for path, number in zip(self._paths, equations.body.inputs, strict=True):
             for place, dim in enumerate(equations.values[number].dims):
                 for name in equations.dims.classes(dim):
-                    places.setdefault(name, []).append((path, place))
-        return places
+                    arrays_of.setdefault(name, []).append((path, place))
+        return arrays_of
 
     @cached_property
     def dimensions(self) -> tuple[DimensionClass, ...]:
         """Classes of dimensions that must be sharded alike, of which arguments have some."""
         rows = [
             DimensionClass(
-                self._roles.of.get(name, ""),
-                self._equations.dims.sizes[name],
-                tuple(places),
+                self._roles.of.get(name, ""), self._equations.dims.sizes[name], tuple(arrays)
             )
-            for name, places in self._places.items()
+            for name, arrays in self._arrays_of.items()
         ]
         return tuple(sorted(rows, key=lambda row: (-len(row.arrays), -row.size)))
 
@@ -282,24 +281,21 @@ ClassRole = Literal[
     "layers", "experts", "vocabulary", "KV heads", "heads", "query heads of a KV head", "head size",
     "model width", "hidden", "batch", "sequence", "",
 ]  # fmt: skip
-# What only changes the dtype, the shape or the order of one array.
-_SHAPED: Final = frozenset((
-    "convert_element_type", "reshape", "transpose", "squeeze", "slice", "dynamic_slice",
-    "copy", "optimization_barrier", "sharding_constraint", "reshard", "broadcast_in_dim",
-    "rev", "name", "pvary", "all_gather", "all_gather_invariant",
-))  # fmt: skip
 # A gradient is added to zeros, and never written into a weight.
 _WRITES: Final = frozenset(["dynamic_update_slice", "scatter"])
 
 
 def weight_arrays(equations: Equations, weights: Iterable[int]) -> dict[int, int]:
-    """Return {array that is a weight, or a slice, cast or other shape of it: the weight}."""
+    """Return {array that is a weight, or computed of it alone, as slices and casts are: it}."""
     sources = {number: number for number in weights}
     for operation, _ in equations.everything():
         rows = (row for inner in operation.bodies for row in operation.arguments(inner))
         pairs = [(outer, inner) for outer, inner, _ in rows]
-        if operation.name in _SHAPED or (operation.rule and operation.rule.is_identity):
+        arrays = [n for n in operation.inputs if n is not None and equations.values[n].shape]
+        if operation.rule is not None and operation.rule.is_identity:
             pairs += zip(operation.inputs, operation.outputs, strict=False)
+        elif operation.rule is not None and not operation.rule.summed and len(arrays) == 1:
+            pairs += zip(arrays, operation.outputs, strict=False)
         for before, after in pairs:
             if before in sources:
                 sources[after] = sources[before]
