@@ -126,9 +126,9 @@ class Spread:
                 if outer is not None and inner != outer:
                     cuts = in_mesh(outer, manual[inner]) if inner in manual else self.target(inner)
                     self._move(outer, ((), *cuts) if is_slice else cuts)
-            for outer, inner, is_stack in operation.results(body):
-                cuts = manual.get(outer, () if inner is None else self.cuts(inner))
-                self._cuts[outer] = in_mesh(outer, ((), *cuts) if is_stack else cuts)
+            for output, result, is_stack in operation.results(body):
+                cuts = manual.get(output, () if result is None else self.cuts(result))
+                self._cuts[output] = in_mesh(output, ((), *cuts) if is_stack else cuts)
 
     # Products, and all else that has factors
 
