@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardrules._base.io import FileError
-from shardrules._checkpoint.layouts import Form, Shape, joined, whole_box
+from shardrules._checkpoint.layouts import Form, Shape, join, whole_box
 from shardrules._checkpoint.targets import Target
 from shardrules._place.mesh import axes_of_type
 
@@ -52,10 +52,11 @@ def cast(array: Any, dtype: Any) -> tuple[Any, Any]:
 
     None is the dtype that it has.
     """
+    if dtype is None or getattr(array, "dtype", None) == dtype:
+        return array, None
     if isinstance(array, jax.Array):
-        is_there = dtype is None or array.dtype == dtype
-        return (array, None) if is_there else _conversion(np.dtype(dtype))(array)
-    return (array, None) if dtype is None else _with_loss(np.asarray(array), dtype)
+        return _conversion(np.dtype(dtype))(array)  # type: ignore[no-any-return]
+    return _with_loss(np.asarray(array), dtype)
 
 
 def check_kept(path: str, loss: Any) -> None:
@@ -68,15 +69,15 @@ def check_kept(path: str, loss: Any) -> None:
         )
 
 
-def made(
+def make_target(
     target: Target, live: Mapping[str, Any], dtype: Any = None, sharding: Any = None
 ) -> tuple[Any, Any]:
-    """Make a target of live arrays, where they are; returns it and what was lost, as `cast`."""
+    """Return (a target made of live arrays, where they are; what was lost, as `cast`)."""
     sources = [live[part.source] for part in target.parts]
     if target.is_plain:
         return cast(sources[0], dtype)
     if not all(isinstance(source, jax.Array) for source in sources):
-        return cast(_made_on_host(target, live), dtype)
+        return cast(_on_host(target, live), dtype)
     if sharding is None or any(x.sharding.device_set != sharding.device_set for x in sources):
         mesh = getattr(sources[0].sharding, "mesh", None)
         sharding = None if mesh is None else _spread_over(mesh, target.shape)
@@ -150,8 +151,8 @@ def _program(
     return jax.jit(make, out_shardings=(sharding, NamedSharding(sharding.mesh, PartitionSpec())))
 
 
-def _made_on_host(target: Target, arrays: Mapping[str, Any]) -> Any:
-    """Make the target of numpy arrays."""
+def _on_host(target: Target, arrays: Mapping[str, Any]) -> Any:
+    """Return the target of numpy arrays."""
     parts = []
     for name, form, starts, at in target.parts:
         region = tuple(map(slice, starts, map(sum, zip(starts, form.region, strict=True))))
@@ -160,4 +161,4 @@ def _made_on_host(target: Target, arrays: Mapping[str, Any]) -> Any:
         values = values[tuple(slice(n - begin) for n, begin in zip(target.shape, at, strict=True))]
         box = tuple((begin, begin + n) for begin, n in zip(at, values.shape, strict=True))
         parts.append((box, values))
-    return joined(whole_box(target.shape), arrays[target.parts[0].source].dtype, parts)
+    return join(whole_box(target.shape), arrays[target.parts[0].source].dtype, parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, Final, NamedTuple
@@ -35,12 +35,13 @@ def whole_box(shape: Shape) -> Box:
     return tuple((0, size) for size in shape)
 
 
-def hull_of(boxes: Iterable[Box]) -> Box:
-    """Return the smallest box that has all of these in it."""
-    return tuple(
+def tiled_hull(boxes: Collection[Box]) -> Box | None:
+    """Return the smallest box that has all of these in it; None if they do not fill it."""
+    hull = tuple(
         (min(begin for begin, _ in spans), max(end for _, end in spans))
         for spans in zip(*boxes, strict=True)
     )
+    return hull if prod(box_shape(hull)) == sum(prod(box_shape(box)) for box in boxes) else None
 
 
 def slices_in(box: Box, outer: Box) -> Any:
@@ -49,7 +50,7 @@ def slices_in(box: Box, outer: Box) -> Any:
     return (*(slice(begin - at, end - at) for (begin, end), (at, _) in pairs), ...)
 
 
-def joined(outer: Box, dtype: np.dtype[Any], parts: Iterable[tuple[Box, Any]]) -> Any:
+def join(outer: Box, dtype: np.dtype[Any], parts: Iterable[tuple[Box, Any]]) -> Any:
     """Return the values of a box, made of those of boxes in it, with zeros beside them."""
     result = np.zeros(box_shape(outer), dtype)
     # numpy copies the elements of dtypes that are not its own one by one.
@@ -81,7 +82,6 @@ def _only_in(groups: Groups, excluded: Groups) -> tuple[str, ...]:
     return tuple(axis for group in groups for axis in group if axis not in axes)
 
 
-@lru_cache(maxsize=256)
 def arrangement(text: str | None) -> Arrangement:
     """Parse the text of an arrangement; None is of no dimensions. A `1` is one of no axes."""
     if text is None:

@@ -6,14 +6,12 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import jax
 import numpy as np
 from jax import tree_util
-from jax.sharding import NamedSharding
 
 from shardrules._base.arguments import boolean, byte_size, check_type
 from shardrules._base.dtypes import (
@@ -33,11 +31,11 @@ from shardrules._checkpoint.conversion import cast, check_kept, numpy_dtype
 from shardrules._checkpoint.layouts import Shape
 from shardrules._checkpoint.names import DirectedRename, Rename, checked_renames, forwards
 from shardrules._checkpoint.targets import Problems, Target, plain_target, targets_of
-from shardrules._checkpoint.units import DEFAULT_IN_FLIGHT, Job, Reader, bytes_to_read, fill
+from shardrules._checkpoint.units import DEFAULT_IN_FLIGHT, Job, Progress, Reader, digest, fill
 from shardrules._place.decider import RulesLike
 from shardrules._place.mesh import MeshLike, check_placeable
 from shardrules._place.named_shardings import only_process, requested_shardings
-from shardrules._place.processes import JointCall, Row, rows_of
+from shardrules._place.processes import JointCall, rows_of
 from shardrules._place.spec_trees import leaf_paths
 from shardrules._plan.align import check_distinct, match_rows
 from shardrules._plan.files.leaves import ArraySpec
@@ -53,12 +51,7 @@ _NO_DATA: Final = (
     "it lists arrays and does not have their data; give a safetensors file, its index or a "
     "directory of them; orbax restores its own checkpoints, onto plan.abstract()"
 )
-# Of one array some bytes each.
-_MOST_SAMPLES: Final = 512
 _IMPLEMENTATIONS: Final = {dtype: name for name, dtype in RANDOM_KEYS.items()}
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes in all."""
 
 
 @in_order("path", "rules", "mesh")
@@ -138,8 +131,8 @@ def load(
         raise TypeError(f"progress is {shown(progress)}; it must be a function of two numbers")
     # What is made here has no cycles, and is much to visit.
     with JointCall("load") as call, collector_paused():
-        followed = checked_renames(renames)
-        wanted_dtype = None if dtype is None else as_float_name("dtype", dtype)
+        renames = checked_renames(renames)
+        dtype_name = None if dtype is None else as_float_name("dtype", dtype)
         most = byte_size("max_bytes_in_flight", max_bytes_in_flight)
         selection = _Selection(strict, only, missing)
         if isinstance(rules, Plan):
@@ -154,45 +147,46 @@ def load(
             call.alone()
         is_joint = call.joint
         arrays = _arrays_of(os.fspath(source))
-        stored = {name: _as_in_file(leaf) for name, leaf in arrays.leaves.items()}
-        records, problems = forwards(followed), Problems(arrays.name)
-        abstract, targets = matched(
-            arrays.leaves, tree, records, wanted_dtype, problems, selection=selection
+        in_files = {name: _as_in_file(leaf) for name, leaf in arrays.leaves.items()}
+        abstract, targets = match_tree(
+            arrays.leaves,
+            tree,
+            forwards(renames),
+            dtype_name,
+            Problems(arrays.name),
+            selection=selection,
         )
         leaves, treedef, shardings = requested_shardings(abstract, rules, mesh)
         rows = list(zip(targets, leaves, shardings, strict=True))
-        placed = {id(to): (path, to) for (path, target), _, to in rows if target is not None}
+        placed = {
+            id(to): (path, to)
+            for (path, target), _, to in rows
+            if target is not None or path in selection.initial
+        }
         for path, sharding in placed.values():
             checked_sharding(path, sharding)
         jobs = [
-            _job(path, target, leaf, sharding, stored)
+            _job(path, target, leaf, sharding, in_files)
             for (path, target), leaf, sharding in rows
             if target is not None
         ]
         call.agree(
             lambda: [
-                *_samples(stored),
-                *rows_of(abstract, shardings, f"{selection.options()}, renames={followed}"),
+                ("the data of the files", digest(in_files)),
+                *rows_of(abstract, shardings, f"{selection.options()}, renames={renames}"),
             ]
         )
     with JointCall("load", "while it was reading") as call, collector_paused():
         if not is_joint:
             call.alone()
-        total = sum(bytes_to_read(job, stored) for job in jobs) if progress else 0
-        with Reader(stored) as reader:
-
-            def done() -> None:
-                if progress is not None:
-                    progress(reader.bytes_read, total)
-
-            read = iter(fill(jobs, reader, most, done))
+        with Reader(in_files) as reader:
+            arrays_of_jobs = fill(jobs, reader, most, progress)
         values = leaves if tree is None else tree_util.tree_leaves(tree)
-        for i, ((path, target), spec) in enumerate(zip(targets, leaves, strict=True)):
+        for i, ((path, target), spec, sharding) in enumerate(rows):
             if target is not None:
-                values[i] = _as_keys(next(read), target.dtype, shardings[i])
-            elif path in selection.made:
-                sharding = checked_sharding(path, shardings[i])
-                values[i] = _initial(path, selection.made[path], spec, sharding)
+                values[i] = _as_keys(next(arrays_of_jobs), target.dtype, sharding)
+            elif path in selection.initial:
+                values[i] = _initial(path, selection.initial[path], spec, sharding)
         selection.tell(arrays.name)
         call.agree(lambda: [("the arrays", "read")])
     return treedef.unflatten(values)
@@ -237,21 +231,9 @@ def _job(
 
 def _as_keys(array: Any, dtype: str, sharding: Any) -> Any:
     """Return random keys of their words; any other array as it is."""
-    implementation = _IMPLEMENTATIONS.get(dtype)
-    return array if implementation is None else _key_program(implementation, sharding)(array)
-
-
-@lru_cache(maxsize=64)
-def _key_program(implementation: str, sharding: NamedSharding) -> Any:
-    return jax.jit(partial(jax.random.wrap_key_data, impl=implementation), out_shardings=sharding)
-
-
-def _samples(arrays: Mapping[str, ArraySpec]) -> list[Row]:
-    """Return a digest of some bytes: files of another model may have equal headers."""
-    names = list(arrays)[:: max(1, -(-len(arrays) // _MOST_SAMPLES))]
-    with Reader(arrays) as reader:
-        data = b"".join(map(reader.sample, names))
-    return [("the data of the files", hashlib.sha256(data).hexdigest()[:16])]
+    if (implementation := _IMPLEMENTATIONS.get(dtype)) is None:
+        return array
+    return jax.device_put(jax.random.wrap_key_data(array, impl=implementation), sharding)
 
 
 class _Selection:
@@ -272,9 +254,9 @@ class _Selection:
                     f"missing: {path or 'it'} is {shown(value)}; give a tree of numbers and "
                     "arrays, such as what an init of yours makes"
                 )
-        # Arrays that the tree does not have; and by path the values of leaves that are made.
+        # Arrays that the tree does not have; and the values of leaves that are made, by path.
         self.left_out: list[str] = []
-        self.made: dict[str, Any] = {}
+        self.initial: dict[str, Any] = {}
 
     def options(self) -> str:
         """Return what several processes compare."""
@@ -289,7 +271,7 @@ class _Selection:
         """Return whether a leaf that the checkpoint lacks is made; it is noted then."""
         at = next((at for at in _prefixes(path) if at in self._missing), None)
         if at is not None:
-            self.made[path] = self._missing[at]
+            self.initial[path] = self._missing[at]
         return at is not None
 
     def leaves_out(self, name: str) -> bool:
@@ -308,7 +290,7 @@ class _Selection:
 
     def tell(self, name: str) -> None:
         """Log what is left out and what is made."""
-        for what, paths in (("left out", self.left_out), ("made", list(self.made))):
+        for what, paths in (("left out", self.left_out), ("made", list(self.initial))):
             if paths and jax.process_index() == 0:
                 count, patterns = counted(len(paths), "array"), ", ".join(fold_paths(paths))
                 _LOG.warning("load: %s: %s %s: %s", name, count, what, patterns)
@@ -329,8 +311,8 @@ def _identity(value: Any) -> str:
     return f"{array.dtype}{list(array.shape)} {hashlib.sha256(array.tobytes()).hexdigest()[:16]}"
 
 
-def _initial(path: str, value: Any, spec: Any, sharding: NamedSharding) -> Any:
-    """Make a leaf on its devices."""
+def _initial(path: str, value: Any, spec: Any, sharding: Any) -> Any:
+    """Return a leaf that the checkpoint lacks, on its devices."""
     if np.shape(value) not in ((), spec.shape):
         raise ValueError(
             f"missing: the value of {path}: its shape is {list(np.shape(value))}; the tree wants "
@@ -342,7 +324,7 @@ def _initial(path: str, value: Any, spec: Any, sharding: NamedSharding) -> Any:
     return jax.make_array_from_callback(spec.shape, sharding, array.__getitem__)
 
 
-def matched(
+def match_tree(
     arrays: Mapping[str, ArraySpec],
     tree: Any,
     records: Sequence[DirectedRename],
@@ -353,7 +335,7 @@ def matched(
 ) -> tuple[Any, list[tuple[str, Target | None]]]:
     """Return (the tree of ShapeDtypeStructs, the path and the target of each leaf in order).
 
-    A leaf has no target if it is not loaded, or made as it is missing.
+    A leaf has no target if it is not loaded, or if it is missing and made.
     """
     selection = selection or _Selection()
     paths = leaf_paths(tree)
@@ -365,32 +347,34 @@ def matched(
         tree = _tree_of({path: each for path, each in targets.items() if selection.wants(path)})
         paths = leaf_paths(tree)
         tree_specs = [(targets[path].shape, targets[path].dtype) for path in paths]
-    targets = _in_tree(targets, paths, tree_specs, problems, selection)
+    targets = _by_path_in_tree(targets, paths, tree_specs, problems, selection)
     problems.raise_all()
-    in_order = [targets.get(path) for path in paths]
+    of_leaves = [targets.get(path) for path in paths]
     if dtype is not None:
-        tree_specs = _converted(tree_specs, in_order, arrays, dtype)
-    return _abstract(tree, tree_specs), list(zip(paths, in_order, strict=True))
+        tree_specs = _with_dtype(tree_specs, of_leaves, arrays, dtype)
+    return _abstract(tree, tree_specs), list(zip(paths, of_leaves, strict=True))
 
 
-def _converted(
+def _with_dtype(
     tree_specs: list[_ShapeAndDtype],
     targets: Sequence[Target | None],
     arrays: Mapping[str, ArraySpec],
     dtype: str,
 ) -> list[_ShapeAndDtype]:
-    """Give weights this dtype, unless a record has one for them."""
+    """Return the specs with this dtype for weights, unless a record has one for them."""
     weights = weights_in({name: array.dtype for name, array in arrays.items()})
     specs = []
     for (shape, before), target in zip(tree_specs, targets, strict=True):
         is_weight = is_plain_float(before) and (not target or target.parts[0].source in weights)
-        own = target.dtype if target and target.has_own_dtype else None
-        specs.append((shape, own or (dtype if is_weight else before)))
+        if target and target.has_own_dtype:
+            specs.append((shape, target.dtype))
+        else:
+            specs.append((shape, dtype if is_weight else before))
     return specs
 
 
 def weights_in(dtypes: Mapping[str, str]) -> set[str]:
-    """Find floats that are no scales: `scale` in their last word, and codes of the same parent."""
+    """Return the names of floats, but of scales: `scale` in the last word, and codes beside it."""
     words = {name: _bare(name).rpartition("/") for name in dtypes}
     with_codes = {
         words[name][0]
@@ -414,12 +398,13 @@ def _with_slashes(path: str) -> str:
 
 
 def _tree_of(targets: Mapping[str, Target]) -> dict[str, Any]:
-    """Make a tree of the names: with levels if there are slashes, as `read_model` has them."""
+    """Return a tree of the names: with levels if there are slashes, as `read_model` has them."""
     leaves = {path: ArraySpec(target.shape, target.dtype) for path, target in targets.items()}
     return nested_dicts(Arrays("the arrays", leaves, "/"))
 
 
 def shapes_and_dtypes(tree: Any, paths: list[str]) -> list[_ShapeAndDtype]:
+    """Return the shape and the name of the dtype of each leaf, which has this path."""
     return [
         (
             tuple(np.shape(leaf)),
@@ -431,10 +416,10 @@ def shapes_and_dtypes(tree: Any, paths: list[str]) -> list[_ShapeAndDtype]:
     ]
 
 
-def _in_tree(
+def _by_path_in_tree(
     targets: Mapping[str, Target],
     paths: list[str],
-    in_tree: list[_ShapeAndDtype],
+    tree_specs: list[_ShapeAndDtype],
     problems: Problems,
     selection: _Selection,
 ) -> dict[str, Target]:
@@ -444,7 +429,7 @@ def _in_tree(
     taken = set(rows)
     unused = [name for row, name in enumerate(names) if row not in taken]
     aligned: dict[str, Target] = {}
-    for path, row, (shape, dtype) in zip(paths, rows, in_tree, strict=True):
+    for path, row, (shape, dtype) in zip(paths, rows, tree_specs, strict=True):
         if not selection.wants(path):
             continue
         if row < 0:
@@ -474,7 +459,7 @@ def _in_tree(
 
 
 def _fits(source: str, target: str) -> bool:
-    """Say whether an array of one dtype can become another; floats of 8 bits are codes."""
+    """Return whether an array of one dtype can become another; floats of 8 bits are codes."""
     return source == target or (converts(source, target) and "float8" not in source + target)
 
 
@@ -491,7 +476,7 @@ def _abstract(tree: Any, tree_specs: list[_ShapeAndDtype]) -> Any:
 
 
 def checked_sharding(path: str, sharding: Any) -> Any:
-    """Check that a sharding has devices to put an array on."""
+    """Return the sharding; an error if there is none, or it has no devices to put an array on."""
     if sharding is None:
         raise ValueError(f"rules: {path} gets None; each array needs a spec or a sharding")
     check_placeable(sharding, lambda: path)

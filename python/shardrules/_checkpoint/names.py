@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from shardrules._base.arguments import as_tuple, boolean, check_items, check_type, integer
@@ -96,12 +95,12 @@ class Rename:
         for keyword, values in (("sizes", self.sizes), ("resize", self.resize)):
             checked = {axis: _checked_size(keyword, axis, size) for axis, size in values.items()}
             object.__setattr__(self, keyword, checked)
-        name, dims = template("name", self.name), arrangement(self.dims)
+        name, dims = Template("name", self.name), arrangement(self.dims)
         if self.path is None:
             if self.dims or self.sizes or self.dtype or self.resize:
                 raise ValueError("dims, sizes, dtype and resize are for records with a path")
             return
-        _check_axes(self, name, template("path", self.path), dims)
+        _check_axes(self, name, Template("path", self.path), dims)
 
 
 class MisfitError(Exception):
@@ -165,12 +164,6 @@ class Template:
         )
 
 
-@lru_cache(maxsize=1024)
-def template(keyword: str, text: str) -> Template:
-    """Parse a template."""
-    return Template(keyword, text)
-
-
 def _field(keyword: str, text: str, token: str) -> Field:
     match = _FIELD.fullmatch(token[1:-1])
     if match is None:
@@ -190,7 +183,7 @@ def _check_axes(record: Rename, name: Template, path: Template, dims: Arrangemen
     """Check that each field and axis is on both sides; or a field and an axis; or has a size."""
     if record.dims is None and (record.sizes or record.resize):
         raise ValueError("sizes and resize are for the axes of dims: give dims, too")
-    said = f"dims {record.dims!r}"
+    text = f"dims {record.dims!r}"
     repeated = {axis for axis in dims.stacked if isinstance(record.sizes.get(axis), int)}
     for keyword, side, opposite, axes, others, example, fix in (
         ("name", name, path, dims.stacked, dims.unstacked, "stack along it: dims='a -> {} a'",
@@ -219,14 +212,14 @@ def _check_axes(record: Rename, name: Template, path: Template, dims: Arrangemen
             near = nearest(axis, (*others, *side.fields), SLIP)
             meant = f"; did you mean {near!r}?" if near else ""
             raise ValueError(
-                f"{said} has {axis!r} on one side alone, for which the {keyword} needs a "
+                f"{text} has {axis!r} on one side alone, for which the {keyword} needs a "
                 f"field {{{axis}}}{meant}; {fix}"
             )
     alone = {*dims.stacked, *dims.unstacked} - (repeated - name.fields.keys())
     for group in (*dims.source, *dims.target):
         if inner := alone.intersection(group[1:]):
             raise ValueError(
-                f"{said} stacks or takes apart along {min(inner)!r}, so it must be the first of "
+                f"{text} stacks or takes apart along {min(inner)!r}, so it must be the first of "
                 "its dimension; what else there is, do in a jit of your own"
             )
     if unknown := record.sizes.keys() - {axis for side in dims for group in side for axis in group}:
@@ -252,20 +245,20 @@ class DirectedRename:
         self.rename, self.is_back = rename, is_back
         # By shape, into which regions arrays are taken apart.
         self.regions: dict[Any, Any] = {}
-        name = template("name", rename.name)
-        path = name if rename.path is None else template("path", rename.path)
-        self._found, self._made = found, made = (path, name) if is_back else (name, path)
+        name = Template("name", rename.name)
+        path = name if rename.path is None else Template("path", rename.path)
+        self._source, self._goal = source, goal = (path, name) if is_back else (name, path)
         self.text = (rename.path or "") if is_back else rename.name
         self._words = {
-            key: field.words or (made.fields[key].words if key in made.fields else ())
-            for key, field in found.fields.items()
+            key: field.words or (goal.fields[key].words if key in goal.fields else ())
+            for key, field in source.fields.items()
         }
-        self._search = found.regex(self._words).fullmatch
+        self._search = source.regex(self._words).fullmatch
         dims = arrangement(rename.dims)
         self.dims = Arrangement(*dims[::-1]) if is_back else dims
         # The axes along which arrays are stacked, and along which one is taken apart.
-        self.stacked = tuple(key for key in found.fields if key not in made.fields)
-        self.apart = tuple(key for key in made.fields if key not in found.fields)
+        self.stacked = tuple(key for key in source.fields if key not in goal.fields)
+        self.apart = tuple(key for key in goal.fields if key not in source.fields)
 
     def values(self, name: str) -> dict[str, str] | None:
         """Return the texts of the fields; None for a name that it does not find."""
@@ -274,7 +267,7 @@ class DirectedRename:
 
     def words(self, axis: str) -> tuple[str, ...]:
         """Return the words of an axis along which it stacks, or takes apart."""
-        fields = self._found.fields if axis in self._found.fields else self._made.fields
+        fields = self._source.fields if axis in self._source.fields else self._goal.fields
         return fields[axis].words
 
     def positions(self, values: Mapping[str, str]) -> dict[str, int]:
@@ -295,17 +288,17 @@ class DirectedRename:
     def path(self, values: Mapping[str, str], part: Mapping[str, int]) -> str:
         """Return the name that is made, for a part along axes that take apart."""
         texts = {}
-        for key, piece in self._made.fields.items():
+        for key, piece in self._goal.fields.items():
             if key in part:
                 texts[key] = piece.words[part[key]] if piece.words else str(part[key])
                 continue
             text = values[key]
             if piece.words:
                 text = piece.words[self._words[key].index(text)]
-            if piece.is_many and self._made.separator:
-                text = re.sub("[./]", self._made.separator, text)
+            if piece.is_many and self._goal.separator:
+                text = re.sub("[./]", self._goal.separator, text)
             texts[key] = text
-        return self._made.filled(texts)
+        return self._goal.filled(texts)
 
 
 def checked_renames(renames: Any) -> tuple[Rename, ...]:
@@ -331,7 +324,7 @@ def _loss(rename: Rename) -> str:
     if rename.path is None:
         return "" if rename.optional else "it leaves arrays out; give optional=True to do without"
     dims = arrangement(rename.dims)
-    name, path = template("name", rename.name), template("path", rename.path)
+    name, path = Template("name", rename.name), Template("path", rename.path)
     repeated = [axis for axis in dims.stacked if axis not in name.fields]
     joined = [
         axis

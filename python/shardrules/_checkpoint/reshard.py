@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding
 from shardrules._base.arguments import boolean, byte_size
 from shardrules._base.dtypes import as_float_name, bits_of
 from shardrules._base.mistakes import in_order
-from shardrules._checkpoint.conversion import cast, check_kept, made, numpy_dtype
-from shardrules._checkpoint.load import checked_sharding, matched, shapes_and_dtypes, weights_in
+from shardrules._checkpoint.conversion import cast, check_kept, make_target, numpy_dtype
+from shardrules._checkpoint.load import checked_sharding, match_tree, shapes_and_dtypes, weights_in
 from shardrules._checkpoint.names import Rename, checked_renames, forwards
 from shardrules._checkpoint.targets import Problems
 from shardrules._checkpoint.units import DEFAULT_IN_FLIGHT, in_batches
@@ -102,14 +102,14 @@ def reshard(
         ((None, 'tp'), 'bfloat16')
     """
     with JointCall("reshard") as call:
-        followed = checked_renames(renames)
+        renames = checked_renames(renames)
         gives_up = boolean("donate", donate)
         name = None if dtype is None else as_float_name("dtype", dtype)
         most = byte_size("max_bytes_in_flight", max_bytes_in_flight)
         if call.joint and stays_within(tree, only_process(rules, mesh)):
             call.alone()
-        abstract, moves = _moves(tree, rules, mesh, followed, name)
-        options = f"donate={gives_up}, dtype={name}, renames={followed}, in flight={most}"
+        abstract, moves = _moves(tree, rules, mesh, renames, name)
+        options = f"donate={gives_up}, dtype={name}, renames={renames}, in flight={most}"
         shardings = {i: move.sharding for i, move in moves.items()}
         values, treedef = tree_util.tree_flatten(abstract)
         sources = list(values) if abstract is tree else tree_util.tree_leaves(tree)
@@ -123,11 +123,11 @@ def reshard(
     donated = Donated(sources if gives_up else ())
     batches = list(in_batches(moves, most, lambda i: moves[i].bytes))
     for batch in batches:
-        made = [moves[i].make() for i in batch]
-        for i, (_, loss) in zip(batch, made, strict=True):
+        before, losses = zip(*(moves[i].make() for i in batch), strict=True)
+        for i, loss in zip(batch, losses, strict=True):
             if loss is not None:
                 check_kept(leaf_path(abstract, i), loss)
-        arrays = put([array for array, _ in made], [moves[i].sharding for i in batch])
+        arrays = put(list(before), [moves[i].sharding for i in batch])
         if gives_up or len(batches) > 1:
             jax.block_until_ready(arrays)
         for i, array in zip(batch, arrays, strict=True):
@@ -203,7 +203,7 @@ def _moves_by_paths(
         if not renames and tree_util.tree_structure(open_boxes(tree).tree) == planned:
             in_tree = tree_util.tree_unflatten(treedef, tree_util.tree_leaves(in_tree))
     problems = Problems("the tree")
-    abstract, targets = matched(arrays, in_tree, forwards(renames), dtype, problems)
+    abstract, targets = match_tree(arrays, in_tree, forwards(renames), dtype, problems)
     specs, _, shardings = requested_shardings(abstract, rules, mesh)
     live, row = dict(zip(names, leaves, strict=True)), {name: i for i, name in enumerate(names)}
     moves: dict[int, _Move] = {}
@@ -211,6 +211,6 @@ def _moves_by_paths(
         to = checked_sharding(path, sharding)
         assert target is not None
         sources = tuple({row[part.source]: None for part in target.parts})
-        make = partial(made, target, live, spec.dtype, to)
+        make = partial(make_target, target, live, spec.dtype, to)
         moves[len(moves)] = _Move(to, target.shape, spec.dtype, sources, make)
     return abstract, moves

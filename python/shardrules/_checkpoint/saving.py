@@ -20,16 +20,16 @@ from shardrules._base.dtypes import RANDOM_KEYS, SAFETENSORS, as_dtype_name, bit
 from shardrules._base.io import FileError, path_of, sync_directory
 from shardrules._base.mistakes import in_order
 from shardrules._base.text import with_article
-from shardrules._checkpoint.conversion import made
+from shardrules._checkpoint.conversion import make_target
 from shardrules._checkpoint.layouts import (
     Box,
     Shape,
     block_of,
     box_of,
     box_shape,
-    hull_of,
-    joined,
+    join,
     plain_form,
+    tiled_hull,
     whole_box,
 )
 from shardrules._checkpoint.names import Rename, backwards, checked_renames, forwards
@@ -118,9 +118,9 @@ def save(
     first, owns_folder = jax.process_index() == 0, False
     try:
         with JointCall("save") as call:
-            followed = checked_renames(renames)
+            renames = checked_renames(renames)
             most = byte_size("shard_bytes", shard_bytes)
-            parts = list(in_batches(_entries(tree, followed), most, lambda entry: entry.size))
+            parts = list(in_batches(_entries(tree, renames), most, lambda entry: entry.size))
             files = [
                 _File(f"model-{i:05}-of-{len(parts):05}.safetensors", part)
                 for i, part in enumerate(parts, 1)
@@ -136,7 +136,7 @@ def save(
             call.agree(
                 lambda: [
                     ("the path", str(target)),
-                    ("renames", str(followed)),
+                    ("renames", str(renames)),
                     *(
                         (entry.name, f"{entry.dtype}{list(entry.shape)} {file.name}")
                         for file in files
@@ -203,7 +203,7 @@ def _entries(tree: Any, renames: Sequence[Rename]) -> list[_Entry]:
         specs[name] = ArraySpec(tuple(leaf.shape), dtype)
     problems = Problems("the tree")
     targets = targets_of(specs, records, problems)
-    for name in targets.unfound if renames else ():
+    for name in targets.unmatched if renames else ():
         problems.add(
             "left over: no Rename finds it; Rename('{name*}', '{name*}') at the end saves the rest "
             "under their own names",
@@ -236,7 +236,7 @@ def _entry_of(name: str, target: Target, live: Mapping[str, Any]) -> _Entry:
     """Return an array to write; of random keys, their words."""
 
     def make() -> Any:
-        return made(target, live)[0]
+        return make_target(target, live)[0]
 
     entry = _Entry(name, target.shape, target.dtype, make)
     if key_dtype(target.dtype) is not None:
@@ -250,7 +250,7 @@ def _entry_of(name: str, target: Target, live: Mapping[str, Any]) -> _Entry:
 
 def _check_double(name: str, double: Target, target: Target, live: Mapping[str, Any]) -> None:
     """Check that what a `shared` record made is still a copy."""
-    copy, saved = (made(each, live)[0] for each in (double, target))
+    copy, saved = (make_target(each, live)[0] for each in (double, target))
     if copy.shape != saved.shape or not jax.numpy.array_equal(copy, saved, equal_nan=True):
         raise ValueError(
             f"renames: {double.parts[0].source} is no copy of {name} any more, as shared=True "
@@ -305,14 +305,15 @@ def _own_boxes(leaf: Any, first: bool) -> Iterator[tuple[Box, Any]]:
     parts = (
         (box, np.array(shard.data, order="C")) for box, shard in zip(boxes, shards, strict=True)
     )
-    hull = hull_of(boxes)
-    size = prod(box_shape(hull))
-    is_tiled = size == sum(prod(box_shape(box)) for box in boxes)
-    has_rows = all(box[1:] == hull[1:] for box in boxes)
-    if has_rows or not is_tiled or size * leaf.dtype.itemsize > _MOST_JOINED:
+    hull = tiled_hull(boxes)
+    if (
+        hull is None
+        or all(box[1:] == hull[1:] for box in boxes)
+        or prod(box_shape(hull)) * leaf.dtype.itemsize > _MOST_JOINED
+    ):
         yield from parts
-        return
-    yield hull, joined(hull, leaf.dtype, parts)
+    else:
+        yield hull, join(hull, leaf.dtype, parts)
 
 
 def _write_box(file: BinaryIO, start: int, shape: Shape, box: Box, values: Any) -> None:

@@ -77,16 +77,16 @@ class Target(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """The arrays of a tree by their paths, and what was found on the way."""
+    """The arrays of a tree by their paths, and what `save` has to look at again."""
 
     by_path: dict[str, Target]
     doubles: list[tuple[str, Target]]
     """What `shared` records would have made of paths that other arrays make."""
-    unfound: list[str]
+    unmatched: list[str]
     """The names that no record finds; they are paths, too."""
 
 
-class _Found(NamedTuple):
+class _Member(NamedTuple):
     """Part whose place in the target is not known yet."""
 
     name: str
@@ -108,14 +108,14 @@ def targets_of(
         problems.raise_all()
         plain = {name: plain_target(name, array) for name, array in arrays.items()}
         return Targets(plain, [], list(arrays))
-    parts_by_path: dict[str, list[_Found]] = defaultdict(list)
-    unfound = []
+    parts_by_path: dict[str, list[_Member]] = defaultdict(list)
+    unmatched = []
     for name, array in arrays.items():
         for record, values in _records_for(name, records):
             try:
                 if record is None:
-                    unfound.append(name)
-                    parts_by_path[name].append(_Found(name, None, *_as_it_is(array.shape), {}))
+                    unmatched.append(name)
+                    parts_by_path[name].append(_Member(name, None, *_as_it_is(array.shape), {}))
                 elif record.rename.path is not None:
                     for path, part in _parts_of_array(name, array.shape, record, values):
                         parts_by_path[path].append(part)
@@ -127,9 +127,9 @@ def targets_of(
         shared = [part for part in parts if part.record is not None and part.record.rename.shared]
         unshared = [part for part in parts if part not in shared] if shared else parts
         try:
-            targets[path] = _joined_target(unshared or shared, arrays)
+            targets[path] = _target_of(unshared or shared, arrays)
             if unshared and shared:
-                doubles.append((path, _joined_target(shared, arrays)))
+                doubles.append((path, _target_of(shared, arrays)))
         except MisfitError as error:
             problems.add(str(error), path)
     for record in records:
@@ -141,7 +141,7 @@ def targets_of(
                 [*arrays],
             )
     problems.raise_all()
-    return Targets(targets, doubles, unfound)
+    return Targets(targets, doubles, unmatched)
 
 
 def plain_target(name: str, array: ArraySpec) -> Target:
@@ -162,18 +162,18 @@ def _records_for(
 
     On the way back, a leaf that has a record of its own is no copy of another.
     """
-    found: list[tuple[DirectedRename | None, dict[str, str]]] = []
+    sharing: list[tuple[DirectedRename | None, dict[str, str]]] = []
     for record in records:
         if (values := record.values(name)) is not None:
             if not record.rename.shared:
-                return [*(() if record.is_back else found), (record, values)]
-            found.append((record, values))
-    return found if found and records[0].is_back else [*found, (None, {})]
+                return [*(() if record.is_back else sharing), (record, values)]
+            sharing.append((record, values))
+    return sharing if sharing and records[0].is_back else [*sharing, (None, {})]
 
 
 def _parts_of_array(
     name: str, shape: Shape, record: DirectedRename, values: Mapping[str, str]
-) -> Iterator[tuple[str, _Found]]:
+) -> Iterator[tuple[str, _Member]]:
     """Yield (path, part) for each part of the array."""
     stacked = record.positions(values)
     is_even = all(isinstance(size, int) for size in record.rename.sizes.values())
@@ -181,7 +181,7 @@ def _parts_of_array(
     if key not in record.regions:
         record.regions[key] = list(_regions(record, shape, stacked))
     for which, form, starts in record.regions[key]:
-        yield record.path(values, which), _Found(name, record, form, starts, stacked)
+        yield record.path(values, which), _Member(name, record, form, starts, stacked)
 
 
 def _regions(
@@ -206,14 +206,14 @@ def _regions(
             "made"
         )
     cuts = [_cuts(record, *row, n, stacked) for row, n in zip(rows, counts, strict=True)]
-    for chosen in product(*map(enumerate, cuts)):
+    for region in product(*map(enumerate, cuts)):
         which = {
             group[0]: i
-            for group, (i, _) in zip(dims.source, chosen, strict=True)
+            for group, (i, _) in zip(dims.source, region, strict=True)
             if {*group[:1]} & {*record.apart}
         }
-        sizes = {axis: size for _, (sizes, _) in chosen for axis, size in sizes.items()}
-        spans = [span for _, (_, span) in chosen]
+        sizes = {axis: size for _, (sizes, _) in region for axis, size in sizes.items()}
+        spans = [span for _, (_, span) in region]
         yield which, *form_of(dims, repeated | sizes, spans, shape)
 
 
@@ -278,7 +278,7 @@ def _count(record: DirectedRename, group: Sequence[str], size: int) -> int:
     return size // prod(each for each in inner if isinstance(each, int))
 
 
-def _joined_target(members: Sequence[_Found], arrays: Mapping[str, ArraySpec]) -> Target:
+def _target_of(members: Sequence[_Member], arrays: Mapping[str, ArraySpec]) -> Target:
     """Put the parts of a target together."""
     record = members[0].record
     axes = _stacking_axes(members[0])
@@ -315,13 +315,13 @@ def _joined_target(members: Sequence[_Found], arrays: Mapping[str, ArraySpec]) -
     return Target(tuple(shape), dtypes[0], tuple(parts), has_own)
 
 
-def _stacking_axes(part: _Found) -> dict[int, str]:
+def _stacking_axes(part: _Member) -> dict[int, str]:
     """Return the dimensions of the target along which it is stacked, with their axes."""
     groups = part.record.dims.target if part.record else ()
     return {dim: group[0] for dim, group in enumerate(groups) if {*group[:1]} & {*part.stacked}}
 
 
-def _dtype_of_part(part: _Found, arrays: Mapping[str, ArraySpec]) -> str:
+def _dtype_of_part(part: _Member, arrays: Mapping[str, ArraySpec]) -> str:
     """Return the record's dtype, or the array's."""
     dtype = arrays[part.name].dtype
     if part.record is None or part.record.rename.dtype is None or part.record.is_back:
@@ -335,7 +335,7 @@ def _dtype_of_part(part: _Found, arrays: Mapping[str, ArraySpec]) -> str:
     return goal
 
 
-def _stack_ends(dim: int, axis: str, members: Sequence[_Found]) -> list[int]:
+def _stack_ends(dim: int, axis: str, members: Sequence[_Member]) -> list[int]:
     """Return where each stacked array begins in a dimension of the target; and the end."""
     assert members[0].record is not None
     sizes = {part.stacked[axis]: part.form.target[dim] for part in members}
