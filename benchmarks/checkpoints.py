@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -146,30 +145,23 @@ def names(folder: str) -> Case:
 
 
 def columns(folder: str) -> Case:
-    """Return a case of columns that are cut over processes."""
-    done = Path(folder) / "done"
-    if jax.process_index() == 0:
-        values = random((2048, 2048))
-        write(folder, {f"layers.{i}.w": values + i for i in range(32)}, 2)
-        done.touch()
-    while not done.exists():
-        time.sleep(0.1)
+    """Return a case of columns that are cut over processes, each of which writes the files."""
+    own = Path(folder) / str(jax.process_index())
+    own.mkdir()
+    arrays = {f"layers.{i}.w": random((2048, 2048)) + i for i in range(32)}
+    write(str(own), arrays, 2)
+    for name, array in arrays.items():
+        np.save(own / name, array)
     sharding = placed(BOTH, "tp", "fsdp")
 
     def plain() -> Any:
-        arrays = {}
-        for file in sorted(Path(folder).glob("*.safetensors")):
-            data = np.memmap(file, np.uint8, "r")
-            start = 8 + int.from_bytes(bytes(data[:8]), "little")
-            for name, entry in json.loads(bytes(data[8:start])).items():
-                begin, end = (start + offset for offset in entry["data_offsets"])
-                mapped = data[begin:end].view("float32").reshape(entry["shape"])
-                cut = mapped.__getitem__
-                arrays[name] = jax.make_array_from_callback(mapped.shape, sharding, cut)
-        return jax.block_until_ready(arrays)
+        mapped = {name: np.load(own / f"{name}.npy", mmap_mode="r") for name in arrays}
+        cut = jax.make_array_from_callback
+        made = {name: cut(x.shape, sharding, x.__getitem__) for name, x in mapped.items()}
+        return jax.block_until_ready(made)
 
     what = "columns over 2 processes, 0.5 GB / numpy.memmap slices"
-    return Case(what, 1.2, partial(sr.load, folder, sharding), plain, 8)
+    return Case(what, 1.2, partial(sr.load, own, sharding), plain, 8)
 
 
 def resharded(_: str) -> Case:
@@ -197,17 +189,15 @@ def written(folder: str) -> Case:
         return {f"w{i}": jax.block_until_ready(jnp.copy(value)) for i, value in enumerate(values)}
 
     def ours() -> Any:
-        sr.save(copied(), target, shard_bytes=1 << 25)
+        sr.save(copied(), target)
         return partial(read, target)
 
     def plain() -> Any:
-        arrays = list(copied().items())
+        arrays = {name: np.asarray(array) for name, array in copied().items()}
         target.mkdir()
-        for i in range(0, 32, 16):
-            part = {name: np.asarray(array) for name, array in arrays[i : i + 16]}
-            safetensors.numpy.save_file(part, target / f"{i}.safetensors")
-            with open(target / f"{i}.safetensors", "rb") as file:
-                os.fsync(file.fileno())
+        safetensors.numpy.save_file(arrays, target / "all.safetensors")
+        with open(target / "all.safetensors", "rb") as file:
+            os.fsync(file.fileno())
         return partial(read, target)
 
     return Case("67 MB saved / safetensors.save_file and fsync", 1.0, ours, plain, 4)
@@ -219,27 +209,20 @@ CASES: Final[dict[str, Callable[[str], Case]]] = {
 }  # fmt: skip
 
 
-def _memory() -> int:
-    """Count the bytes of this process that are not a file's."""
+def _resident(which: str) -> int:
+    """Return bytes of this process, as the system has them: VmRSS now, VmHWM at the most."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * sum(int(x.split()[1]) for x in lines if x.startswith(("RssAnon", "RssShmem")))
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(which))
 
 
 def _peak(call: Callable[[], Any]) -> tuple[Any, int]:
-    """Return (the result, the most bytes during the call beyond those before)."""
+    """Return (the result, the most bytes during a later call beyond those before)."""
+    call()
     ctypes.CDLL(None).malloc_trim(0)  # what an earlier call has freed would count as before
-    before, peak, done = _memory(), [0], threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.005):
-            peak[0] = max(peak[0], _memory())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+    Path("/proc/self/clear_refs").write_text("5")  # the most is from here on
+    before = _resident("VmRSS")
     result = call()
-    done.set()
-    watcher.join()
-    return (result() if callable(result) else result), max(peak[0], _memory()) - before
+    return (result() if callable(result) else result), _resident("VmHWM") - before
 
 
 def _parts(arrays: Any) -> list[Any]:

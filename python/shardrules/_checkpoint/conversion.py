@@ -1,4 +1,4 @@
-"""Values in another dtype, of which none that is finite may get lost; and their rearrangement."""
+"""Live arrays in another dtype, of which no finite value may get lost, or in another layout."""
 
 from __future__ import annotations
 

@@ -206,10 +206,8 @@ def block_of(form: Form, box: Box, item: int) -> Block:
         for i in range(len(axes))
     ]
     begins, size = np.zeros(1, np.int64), item
-    lengths: list[int] = []
     for axis, step in reversed([*enumerate(steps)]):
         low, high = span_of[axis]
-        lengths.insert(0, high - low)
         if len(begins) == 1 and (step == size or high - low == 1):
             size *= high - low
             begins = begins + low * step
@@ -219,14 +217,16 @@ def block_of(form: Form, box: Box, item: int) -> Block:
         sum(low * by for (low, _), by in zip(spans, row_major(sizes), strict=True))
         for spans, sizes in zip(of_dims, form.target_axes, strict=True)
     )
-    lengths_there = tuple(tuple(high - low for low, high in spans) for spans in of_dims)
+    lengths = tuple(high - low for low, high in map(span_of.__getitem__, range(len(steps))))
+    target_lengths = tuple(tuple(high - low for low, high in spans) for spans in of_dims)
     inside = tuple(slice(a - n, b - n) for (a, b), n in zip(box, firsts, strict=True))
-    region = Form((), (), (tuple(lengths),), form.order, lengths_there)
+    # What is read has one dimension, whatever the array has, and is all of its region.
+    region = Form((), (), (lengths,), form.order, target_lengths)
     return Block(begins, size, region, inside)
 
 
 def _spans(begin: int, end: int, sizes: Shape) -> tuple[Span, ...]:
-    """Return the interval of each axis of a dimension that has an interval of it in itself."""
+    """Return the least interval of each axis that has this interval of their dimension in it."""
     if not sizes:
         return ()
     inner = prod(sizes[1:])

@@ -7,11 +7,13 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import jax
 import numpy as np
 from jax import tree_util
+from jax.sharding import NamedSharding
 
 from shardrules._base.arguments import boolean, byte_size, check_type
 from shardrules._base.dtypes import (
@@ -158,12 +160,13 @@ def load(
         )
         leaves, treedef, shardings = requested_shardings(abstract, rules, mesh)
         rows = list(zip(targets, leaves, shardings, strict=True))
-        placed = {
+        # Many leaves share a sharding, which is checked once.
+        distinct = {
             id(to): (path, to)
             for (path, target), _, to in rows
             if target is not None or path in selection.initial
         }
-        for path, sharding in placed.values():
+        for path, sharding in distinct.values():
             checked_sharding(path, sharding)
         jobs = [
             _job(path, target, leaf, sharding, in_files)
@@ -218,7 +221,7 @@ def _as_in_file(array: ArraySpec) -> ArraySpec:
 
 
 def _job(
-    path: str, target: Target, leaf: Any, sharding: Any, stored: Mapping[str, ArraySpec]
+    path: str, target: Target, leaf: Any, sharding: Any, in_files: Mapping[str, ArraySpec]
 ) -> Job:
     """Return what is to be made; of random keys, their words."""
     if key_dtype(target.dtype) is None:
@@ -226,14 +229,18 @@ def _job(
     if not target.is_plain:
         raise ValueError(f"{path}: random keys can be renamed, and not be rearranged, by load")
     name = target.parts[0].source
-    return Job(path, plain_target(name, stored[name]), np.dtype("uint32"), sharding)
+    return Job(path, plain_target(name, in_files[name]), np.dtype("uint32"), sharding)
 
 
 def _as_keys(array: Any, dtype: str, sharding: Any) -> Any:
     """Return random keys of their words; any other array as it is."""
-    if (implementation := _IMPLEMENTATIONS.get(dtype)) is None:
-        return array
-    return jax.device_put(jax.random.wrap_key_data(array, impl=implementation), sharding)
+    implementation = _IMPLEMENTATIONS.get(dtype)
+    return array if implementation is None else _key_program(implementation, sharding)(array)
+
+
+@lru_cache(maxsize=64)
+def _key_program(implementation: str, sharding: NamedSharding) -> Any:
+    return jax.jit(partial(jax.random.wrap_key_data, impl=implementation), out_shardings=sharding)
 
 
 class _Selection:

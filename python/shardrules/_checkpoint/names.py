@@ -243,7 +243,7 @@ class DirectedRename:
 
     def __init__(self, rename: Rename, *, is_back: bool) -> None:
         self.rename, self.is_back = rename, is_back
-        # By shape, into which regions arrays are taken apart.
+        # Kept by `targets`: by shape, into which regions arrays are taken apart.
         self.regions: dict[Any, Any] = {}
         name = Template("name", rename.name)
         path = name if rename.path is None else Template("path", rename.path)
@@ -286,7 +286,7 @@ class DirectedRename:
         )
 
     def path(self, values: Mapping[str, str], part: Mapping[str, int]) -> str:
-        """Return the name that is made, for a part along axes that take apart."""
+        """Return the name of the result; of a part, by its index along axes that take apart."""
         texts = {}
         for key, piece in self._goal.fields.items():
             if key in part:

@@ -79,8 +79,7 @@ def save(
     Each process writes the boxes that its own devices hold, a replica once, to their places in the
     files, without a gather; so several processes need a directory that all of them see. They write
     into `.NAME.saving` beside it, which gets its name when all is on the disk. An error removes
-    that; a killed process leaves it, and it loads only if all arrays
-    are in it.
+    that; a killed process leaves it, and it loads only if all arrays are in it.
 
     Args:
         tree: A pytree of arrays. Their names are their paths. Of random keys the words are saved,

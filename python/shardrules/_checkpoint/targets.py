@@ -105,7 +105,6 @@ def targets_of(
     If records go back, arrays and tree change places.
     """
     if not records:
-        problems.raise_all()
         plain = {name: plain_target(name, array) for name, array in arrays.items()}
         return Targets(plain, [], list(arrays))
     parts_by_path: dict[str, list[_Member]] = defaultdict(list)

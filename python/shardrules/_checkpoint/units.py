@@ -517,7 +517,7 @@ def digest(arrays: Mapping[str, ArraySpec]) -> str:
             begin = array.begin + (size - len(sample)) // 2
             if len(sample) and array.file is not None:
                 reader.read(array.file, Ranges(*np.array([[begin], [len(sample)], [0]])), sample)
-            data.update(sample)
+            data.update(sample.tobytes())
     return data.hexdigest()[:16]
 
 
