@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import safetensors.numpy
+from jax.experimental.multihost_utils import sync_global_devices
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -145,23 +146,23 @@ def names(folder: str) -> Case:
 
 
 def columns(folder: str) -> Case:
-    """Return a case of columns that are cut over processes, each of which writes the files."""
-    own = Path(folder) / str(jax.process_index())
-    own.mkdir()
+    """Return a case of columns that are cut over processes, the first of which writes the files."""
     arrays = {f"layers.{i}.w": random((2048, 2048)) + i for i in range(32)}
-    write(str(own), arrays, 2)
-    for name, array in arrays.items():
-        np.save(own / name, array)
+    if jax.process_index() == 0:
+        write(folder, arrays, 2)
+        for name, array in arrays.items():
+            np.save(Path(folder) / name, array)
+    sync_global_devices("written")
     sharding = placed(BOTH, "tp", "fsdp")
 
     def plain() -> Any:
-        mapped = {name: np.load(own / f"{name}.npy", mmap_mode="r") for name in arrays}
+        mapped = {name: np.load(Path(folder) / f"{name}.npy", mmap_mode="r") for name in arrays}
         cut = jax.make_array_from_callback
         made = {name: cut(x.shape, sharding, x.__getitem__) for name, x in mapped.items()}
         return jax.block_until_ready(made)
 
     what = "columns over 2 processes, 0.5 GB / numpy.memmap slices"
-    return Case(what, 1.2, partial(sr.load, own, sharding), plain, 8)
+    return Case(what, 1.2, partial(sr.load, folder, sharding), plain, 8)
 
 
 def resharded(_: str) -> Case:
@@ -216,8 +217,7 @@ def _resident(which: str) -> int:
 
 
 def _peak(call: Callable[[], Any]) -> tuple[Any, int]:
-    """Return (the result, the most bytes during a later call beyond those before)."""
-    call()
+    """Return (the result, the most bytes during the call beyond those before)."""
     ctypes.CDLL(None).malloc_trim(0)  # what an earlier call has freed would count as before
     Path("/proc/self/clear_refs").write_text("5")  # the most is from here on
     before = _resident("VmRSS")
