@@ -311,10 +311,8 @@ def compile_input(program: CompilerInput, devices: list[Any], **dumps: Any) -> A
     options.env_option_overrides = [*program.overrides, *dumps.items()]
     device_of = {device.id: device for device in devices}
     targets = xla_client.DeviceList(tuple(device_of[number] for number in program.device_ids))
-    client, settings = (
-        devices[0].client,
-        {"executable_devices": targets, "compile_options": options},
-    )
+    client = devices[0].client
+    settings = {"executable_devices": targets, "compile_options": options}
     if devices[0].platform == "cpu":
         return client.compile_and_load(program.module, **settings)
     return client.compile(_parsed(program.module), **settings)  # libtpu's client takes no bytes

@@ -48,8 +48,8 @@ from shardrules._program.topologies.topology import Topology, topology_shown
 On: TypeAlias = "Topology | str | Mesh | AbstractMesh | Mapping[str, int]"
 """Devices to compile for."""
 
-_NOTED: Final = 4
 _NAMED: Final = 3
+"""Leaves, and calls, that a note names."""
 _STATIC: Final = (
     "give equinox.combine(plan.abstract(), static), where static has the tree's leaves that are no "
     "arrays, and the plan itself in inputs="
@@ -320,8 +320,8 @@ def _argument_shown(arg: Any) -> str:
 
     kind, tree = ("the tree of a plan, ", arg.abstract()) if isinstance(arg, Plan) else ("", arg)
     pairs = tree_util.tree_flatten_with_path(tree)[0]
-    texts = [f"{tree_util.keystr(path)} {line(leaf)}".strip() for path, leaf in pairs[:_NOTED]]
-    return kind + ", ".join([*texts, *and_more(len(pairs), _NOTED, "leaf")])
+    texts = [f"{tree_util.keystr(path)} {line(leaf)}".strip() for path, leaf in pairs[:_NAMED]]
+    return kind + ", ".join([*texts, *and_more(len(pairs), _NAMED, "leaf")])
 
 
 # What a step asks of JAX while it is traced.

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._base.arguments import check_type, memory_bytes
-from shardrules._base.hardware import as_hardware
 from shardrules._base.rule_specs import plain_spec
 from shardrules._base.specs import Entries, entries_of, entry_axes, spec_shown, trimmed
 from shardrules._base.text import (
@@ -238,9 +237,6 @@ def solve(
     axes = _AXES if mesh is None else tuple(mesh.shape)
     topology = on if isinstance(on, Topology) else topology_of(on)
     hardware = hardware_on(topology, hardware)
-    if hardware is None:
-        raise TypeError("hardware: give the devices, such as 'v5p', or on=Topology('v5p:8x8x8')")
-    hardware = as_hardware("hardware", hardware)
     room = hardware.memory_bytes if hbm is None else memory_bytes("hbm", hbm)
     meshes, left_out = on._whole_and_split(axes) if isinstance(on, Topology) else ([on], [])
 

@@ -268,20 +268,25 @@ def memory_limit(mesh: Mesh) -> int | None:
     return (first.memory_stats() or {}).get("bytes_limit") if first.platform == "gpu" else None
 
 
-def hardware_on(topology: Topology | None, hardware: Hardware | str | None) -> Any:
-    """Return the hardware that is given, or that of a topology, which it must not contradict.
+def hardware_on(topology: Topology | None, hardware: Hardware | str | None) -> Hardware:
+    """Return the hardware that a user gives, or else that of a topology.
 
     Raises:
-        ValueError: They are of different devices.
+        TypeError: There is none.
+        ValueError: It is not that of the topology.
     """
-    if topology is None or hardware is None:
-        return hardware if topology is None else topology.hardware
-    name, same = topology.hardware.name, as_hardware("hardware", hardware)
-    if same.name != name:
+    if hardware is None:
+        if topology is None:
+            raise TypeError(
+                "hardware: give the devices, such as 'v5p', or on=Topology('v5p:8x8x8')"
+            )
+        return topology.hardware
+    record = as_hardware("hardware", hardware)
+    if topology is not None and record.name != (name := topology.hardware.name):
         raise ValueError(
-            f"hardware is {same.name!r}, and {topology_shown(topology)} has {name}: leave it out"
+            f"hardware is {record.name!r}, and {topology_shown(topology)} has {name}: leave it out"
         )
-    return same
+    return record
 
 
 # GPUs; for TPUs see `tpu`.
