@@ -323,24 +323,24 @@ class _Subtree(NamedTuple):
 
 def states(executable: Executable, inputs: Any, outputs: Any) -> list[State]:
     """Find the states of a step: the output as a whole, or else its children."""
-    updated = list(_updated_state(executable))
-    taken = {leaf for state in updated for leaf in state.inputs}
+    in_place = list(_states_in_place(executable))
+    leaves = {leaf for state in in_place for leaf in state.inputs}
     plans = executable.inputs.plans_of(inputs)
     pairs = zip(executable.inputs.subtrees, plans, strict=True)
     subtrees = enumerate(_Subtree(*subtree, plan) for subtree, plan in pairs)
     arguments = {
-        place: tree for place, tree in subtrees if not taken or taken.isdisjoint(tree.leaves)
+        place: tree for place, tree in subtrees if not leaves or leaves.isdisjoint(tree.leaves)
     }
     side = executable.outputs
     output = _Subtree(side.treedef, range(side.treedef.num_leaves), outputs)
     if returned := _matched(executable, arguments, [output]):
-        return updated + returned
+        return in_place + returned
     pairs = zip(side.subtrees, _state_children(outputs, side.treedef), strict=True)
     children = [_Subtree(*subtree, plan) for subtree, plan in pairs]
-    return updated + _matched(executable, arguments, children)
+    return in_place + _matched(executable, arguments, children)
 
 
-def _updated_state(executable: Executable) -> Iterator[State]:
+def _states_in_place(executable: Executable) -> Iterator[State]:
     """Yield the arguments that the call changes in place."""
     updates = executable.call.updates
     if not updates:

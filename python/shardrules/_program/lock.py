@@ -94,9 +94,9 @@ def compared(
     check_share("tolerance", tolerance, "0.02")
     findings = list(_changes(now, before, rows, tolerance, name))
     versions = ((key, before.versions.get(key, "?"), new) for key, new in now.versions.items())
-    changed = [f"{key} {old} -> {new}" for key, old, new in versions if old != new]
-    if findings and changed:
-        message = f"{name} was made with other versions: {', '.join(changed)}"
+    others = [f"{key} {old} -> {new}" for key, old, new in versions if old != new]
+    if findings and others:
+        message = f"{name} was made with other versions: {', '.join(others)}"
         findings.append(_finding("info", message, "versions may explain what has changed"))
     peak = "the peak" if now.peak is not None else "no peak, which the backend does not tell,"
     sums = counted(len(now.sent.keys() | before.sent.keys()), "sum")

@@ -131,8 +131,8 @@ def totals_of(compiled: Any) -> Totals | None:
     The TPU's compiler counts some temporaries twice: it accepts programs of which arguments and
     temporaries are more than the memory, and refuses those that allocate more.
     """
-    if known := getattr(compiled, "totals", None):  # of a program that a child was asked for
-        return known  # type: ignore[no-any-return]
+    if totals := getattr(compiled, "totals", None):  # of a program that a child was asked for
+        return totals  # type: ignore[no-any-return]
     stats = compiled.memory_analysis()
     if stats is None:
         return None
@@ -155,13 +155,12 @@ def memory_of(executable: Executable, totals: Totals) -> Memory:
         rows = arrays.at_peak(live) if live and live.ranges else arrays.lasting()
         # The memory of a result is needed, whatever is in it before.
         saved = [row for row in rows if not row.is_output and arrays.is_saved(row.node)]
-        alive, kept = (sum(row.bytes for row in some) for some in (rows, saved))
         is_again = executable.hlo.has("/rematted_computation")
         stacks = sum(arrays.written(row.node) is not None for row in saved)
         return Memory(
             totals=totals,
-            alive=min(alive, totals.peak),
-            saved=min(kept, totals.peak),
+            alive=min(sum(row.bytes for row in rows), totals.peak),
+            saved=min(sum(row.bytes for row in saved), totals.peak),
             is_recomputed=is_again and stacks <= _FEW_STACKS,
             buffers=tuple(arrays.buffer(row, paths) for row in rows[:_LARGEST]),
         )
@@ -200,9 +199,9 @@ class DeviceArrays:
         values = self._values
         in_place = {values.outputs[number] for number in values.hlo.aliases}
         results = values.returned.difference(in_place, values.parameters)
-        taken = {*values.parameters, *values.returned}
-        kept = {self._facts.source_of(x): x for x in range(len(values)) if self._is_kept(x)}
-        others = [node for source, node in kept.items() if source not in taken]
+        at_ends = {*values.parameters, *values.returned}
+        saved = {self._facts.source_of(x): x for x in range(len(values)) if self._is_kept(x)}
+        others = [node for source, node in saved.items() if source not in at_ends]
         rows = [
             Alive(node, values.shapes[node].bytes, node in results)
             for node in (*values.parameters, *results, *others)
