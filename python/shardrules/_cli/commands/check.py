@@ -29,11 +29,11 @@ def _odd_kind(kind: str) -> str:
     return "" if kind in kinds else f"there is no finding {kind!r}{near_shown(kind, kinds)}"
 
 
-def _odd_budget(key: str) -> str:
+def _not_planned(key: str) -> str:
     return "" if key == "device" else f"{key} is of prove; what is planned is of device"
 
 
-_BUDGET: Final = KeyValues("memory=bytes", options.MEMORY.read, _odd_budget)
+_BUDGET: Final = KeyValues("memory=bytes", options.MEMORY.read, _not_planned)
 
 
 @command("model.json -r rules.toml -m fsdp=8,tp=4 --fail-on warning", has_jobs=True)

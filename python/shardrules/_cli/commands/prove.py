@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from shardrules._program.program import Program
 
 
-def _odd_budget(key: str) -> str:
+def _not_sent(key: str) -> str:
     return "" if key != "device" else f"{key} is of check, which counts what is planned"
 
 
-_BUDGET: Final = KeyValues("what=bytes", options.BYTES.read, _odd_budget)
+_BUDGET: Final = KeyValues("what=bytes", options.BYTES.read, _not_sent)
 
 
 @command("my_package.train:step_on --on v5p:8x8x8 --mesh fsdp=64,tp=8 --budget peak=90GB",

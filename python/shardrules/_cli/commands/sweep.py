@@ -13,12 +13,12 @@ _MOST_ROWS: Final = 20
 _WORDS: Final[dict[str, Any]] = {"true": True, "false": False, "none": None}
 
 
-def _values(text: str) -> list[Any]:
+def _values_to_try(text: str) -> list[Any]:
     """Return values of --try: numbers, true, false and none, and else texts."""
-    return [*map(_value, options.AXES.read(text))]
+    return [*map(_value_of, options.AXES.read(text))]
 
 
-def _value(word: str) -> Any:
+def _value_of(word: str) -> Any:
     if word.lower() in _WORDS:
         return _WORDS[word.lower()]
     for read in (int, float):
@@ -44,7 +44,7 @@ def sweep(
     axes: Annotated[tuple[str, ...] | None, options.axes(needs=("on", "devices"),
         help="Axes of these meshes, such as fsdp,tp.")],
     tries: Annotated[dict[str, Any], Option("--try", "tries", metavar="CHOICE",
-        type=KeyValues("keyword=values", _values),
+        type=KeyValues("keyword=values", _values_to_try),
         help="A keyword of the function, and its values, such as batch=256,512,1024 or "
         "remat=true,false; repeatable, and all are tried with all.")],
     hbm: options.Hbm,
