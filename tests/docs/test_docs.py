@@ -129,7 +129,7 @@ FIGURES = {
         ("below 5 % are ties", "_plan.sweep", "_TIE", 0.05),
     ],
     "verify": [
-        ("less than 64 KiB", "_program.program", "SMALL", 64 << 10),
+        ("less than 64 KiB", "_program.reasons", "_SMALL", 64 << 10),
         ("(default: 16 MiB)", "_plan.kinds", "DEFAULT_LARGE", 16 << 20),
     ],
 }  # fmt: skip

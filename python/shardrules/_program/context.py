@@ -26,15 +26,13 @@ class Context:
         executable: The compiled function; it has an HLO text and a mesh.
         states: States, which come back changed.
         batches: Leaves of the inputs that are no states and no planned parameters.
-        small: Bytes that a device sends, below which a collective needs no reason.
     """
 
     def __init__(
-        self, executable: Executable, states: Sequence[State], batches: Sequence[int], small: int
+        self, executable: Executable, states: Sequence[State], batches: Sequence[int]
     ) -> None:
         assert executable.mesh is not None
         self.executable = executable
-        self.small = small
         self.axis_sizes: dict[str, int] = dict(executable.mesh.shape)
         self._states = states
         self._batches = batches

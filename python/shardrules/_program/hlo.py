@@ -186,7 +186,6 @@ class Hlo:
         self.text = text = _BROKEN.sub("", text) if is_broken else text
         self._head = text[: text.find("\n")]
         self._times: dict[str, int | None] = {}
-        self._fusions: dict[str, tuple[str, Instruction] | None] = {}
 
     def has(self, words: str) -> bool:
         """Say whether words are behind the head, which takes least time from the end."""
@@ -293,13 +292,11 @@ class Hlo:
                 kind, instruction, computation, i, groups, axes, shapes[i], payload, times
             )
 
-    def fusion_of(self, computation: str) -> tuple[str, Instruction] | None:
-        """Return the fusion that a computation is the inside of, behind its own computation."""
-        if computation not in self._fusions:
-            callers = list(self.callers(computation))
-            is_fusion = len(callers) == 1 and callers[0][1].opcode in ("fusion", "fusion-start")
-            self._fusions[computation] = callers[0] if is_fusion else None
-        return self._fusions[computation]
+    def fusion_of(self, computation: str) -> Instruction | None:
+        """Return the fusion that a computation is the inside of."""
+        callers = [line for _, line in self.callers(computation)]
+        is_fusion = len(callers) == 1 and callers[0].opcode in ("fusion", "fusion-start")
+        return callers[0] if is_fusion else None
 
     @cached_property
     def has_gradients(self) -> bool:

@@ -290,7 +290,7 @@ class DeviceArrays:
         ):
             if computation not in of_fusions:
                 fusion = values.hlo.fusion_of(computation)
-                of_fusions[computation] = fusion and _named_phase(fusion[1])
+                of_fusions[computation] = fusion and _named_phase(fusion)
             phase = of_fusions[computation]
             phase = _named_phase(line) if phase is None else phase
             if phase is None:

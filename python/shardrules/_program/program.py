@@ -38,8 +38,6 @@ from shardrules._program.work import (
     program_time,
 )
 
-SMALL: Final = 2**16
-"""Bytes that a device sends in a step, below which a collective needs no explanation."""
 _ANSWERS: Final = (
     "_costs", "axis_sizes", "batch_axes", "collectives", "memory", "products", "totals",
 )  # fmt: skip
@@ -105,7 +103,7 @@ class Program:
     def _context(self) -> Context | None:
         if self._executable.mesh is None:
             return None
-        return Context(self._executable, self._carried, self._batches, SMALL)
+        return Context(self._executable, self._carried, self._batches)
 
     @cached_property
     def batch_axes(self) -> frozenset[str]:

@@ -22,6 +22,8 @@ from shardrules._program.facts import (
 from shardrules._program.hlo import Exchange, Moved, is_called
 
 _PRODUCT_NAMES: Final = ("conv_general_dilated", "dot_general")
+_SMALL: Final = 2**16
+"""Bytes that a device sends in a step, below which a collective needs no reason."""
 _NARROW: Final = 8
 """Bits of the numbers of quantized arrays, at most."""
 _CARRIERS: Final = frozenset({"f16", "s8", "u8"})
@@ -52,7 +54,7 @@ class Row:
         self.is_sum = self.kind in REDUCTIONS
         times = 1 if exchange.times is None else exchange.times
         self.sent = exchange.sent_once * times
-        self.is_small = self.sent < context.small
+        self.is_small = self.sent < _SMALL
         self.op_name = exchange.instruction.op_name or ""
         self.is_called = is_called(self.op_name)
         self.operand = self._values.operand(exchange)
