@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
+_COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>"}  # functions before Python 3.12
+
 
 @contextmanager
 def entered() -> Iterator[list[tuple[str, str]]]:
@@ -23,7 +25,8 @@ def entered() -> Iterator[list[tuple[str, str]]]:
 
     def hook(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(package):
+        is_ours = code.co_filename.startswith(package) and code.co_name not in _COMPREHENSIONS
+        if event == "call" and is_ours:
             rows.append((code.co_filename, code.co_name))
 
     sys.setprofile(hook)
