@@ -8,7 +8,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -40,7 +39,7 @@ CHECK, OFF = "check model.json -r rules.toml -m fsdp=2,tp=1", "--level catch-all
 SLIP, MORE = "check heads.json -r proj.json --fail-on warning -m", "fsdp=8,tp=4,dp=2 --large 500kB"
 LOCKS = "plan model.json -r rules.toml -m fsdp=2,tp=4 --lock a.lock; plan model.json -r rules.toml -m fsdp=4,tp=2 --lock b.lock; diff"
 GROWN = "plan w64.json -r w.json -m tp=2 --lock a.lock; diff a.lock"
-SUGGEST, SWEEP, PLAN = "suggest model.json", "sweep step:no_step", "plan model.json -r rules.toml"
+SUGGEST, SWEEP, PLAN = "suggest model.json", "sweep model.json -r rules.toml", "plan model.json -r rules.toml"
 SOLVE = "solve step:no_plan -m fsdp=4,tp=2 --hardware v5p"
 # Commands, the exit code of the last one, and a part of what it says.
 SAID = [
@@ -136,12 +135,16 @@ SAID = [
     (f"{SUGGEST} -m fsdp=8 --dialect nnx", 0, 'dialect = "nnx"'),
     (SUGGEST, 2, "give a mesh with --mesh, or --devices"),
     (f"{SUGGEST} -m fsdp=8 --dialect maxtext", 2, "for logical axis names"),
+    (f"{SWEEP} --devices 8 --axes fsdp,tp --hbm 67MB", 0, "does not fit"),
     (f"{SWEEP} -m tp=2 --devices 8", 2, "'-m' / '--mesh' and '--devices' exclude each other: leave out either"),
     (f"{SWEEP} -m tp=2 --axes tp=2", 2, "'--axes': 'tp=2' has sizes"),
     (f"{SWEEP} --axes tp", 2, "'--axes' needs '--on' or '--devices'"),
     (f"{SWEEP} --devices 8", 2, "--devices and --axes for all factorizations"),
     (f"{SWEEP} --devices 0 --axes tp", 2, "'--devices': 0 is not in the range x>=1"),
-    ("sweep model.json -m tp=2", 2, "model.json: this is not the name of an object; write package.module:name"),
+    (f"{SWEEP} -m tp=2 --try batch=8", 2, "'--try' and '-r' / '--rules' exclude each other"),
+    ("sweep model.json -m tp=2", 2, "model.json: a model needs --rules; without them SOURCE is a step"),
+    ("sweep step:no_step -m tp=2 -m tp=4", 2, "--mesh: of a step give one"),
+    ("sweep step:no_step -m tp=2 --gradients same", 2, "a step has its own rules, gradients and optimizer"),
     ("prove step:no_step -m tp=2 --budget total=90", 2, "'--budget': total=90: the value is '90': a unit is missing; write '90GB'"),
     ("solve step:no_plan", 2, "give the devices: --on v5p:8x8x8, or --mesh and"),
     ("solve step:no_plan -m fsdp=4", 2, "give the devices: --hardware v5p"),
@@ -212,19 +215,11 @@ def test_check_for_programs_and_for_the_root_of_the_checkout(tmp_path, monkeypat
         assert run(*from_here).stdout.startswith(f"::error file={file}{place}")
 
 
-@pytest.mark.parametrize(
-    ("fits", "peak", "is_whole", "code"), [(True, 1, True, 0), (None, 1, True, 0), (None, 0, True, 1), (False, 1, True, 1), (True, 1, False, 130)]
-)  # fmt: skip
-def test_a_sweep_prints_the_best_and_says_if_one_fits(monkeypatch, fits, peak, is_whole, code):
-    class Rows(list):
-        pass
-
-    rows = Rows([SimpleNamespace(fits=fits, peak=peak)] * 23)
-    rows.is_whole = is_whole
-    monkeypatch.setattr("shardrules._program.verify.sweep.swept", lambda *_, **__: rows)
-    done = run(*SWEEP.split(), "--devices", 64, "--axes", "fsdp,tp")
-    assert done.exit_code == code
-    assert done.stdout == f"{rows[:20]}\n... and 3 more programs\n"
+def test_meshes_are_sorted():
+    given = run(*SWEEP.split(), "-m", "fsdp=2", "-m", "fsdp=4")
+    assert [line.split()[0] for line in given.stdout.splitlines()] == ["mesh", "fsdp=4", "fsdp=2"]
+    *most, more = run(*SWEEP.split(), "--devices", 64, "--axes", "fsdp,tp,x").stdout.splitlines()
+    assert (len(most), more) == (21, "... and 8 more meshes")
 
 
 def module(text):

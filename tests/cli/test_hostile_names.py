@@ -124,6 +124,7 @@ check MODEL --large 1kB --format json OPTION
 check MODEL --large 1kB --format github OPTION
 explain MODEL layers/w
 explain MODEL embed/x
+sweep MODEL -m fsdp=2
 check MODEL --fix
 suggest MODEL_ALONE
 suggest MODEL_ALONE --format python

@@ -38,6 +38,7 @@ COMMANDS = {command.name: command for command in map(command_named, names())}
         ("plan -r r model -m fsdp=2,tp=4", {"mesh": {"fsdp": 2, "tp": 4}}),
         ("plan -r r - -m tp=2", {"model": "-"}),
         ("sweep model --devices 8 --axes fsdp,tp", {"devices": 8, "axes": ("fsdp", "tp")}),
+        ("sweep model -m tp=2 -m tp=4", {"mesh": ({"tp": 2}, {"tp": 4})}),
         ("sweep model -m tp=2 --try batch=8,1_000 --try remat=True,none,x,0.5,.5",
          {"tries": {"batch": [8, 1000], "remat": [True, None, "x", 0.5, 0.5]}}),
     ],

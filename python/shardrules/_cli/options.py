@@ -213,6 +213,7 @@ Sizes = dict[str, int]
 """Devices per mesh axis."""
 
 # What several commands have in other words, or with other needs.
+model = functools.partial(Argument, "model", metavar="SOURCE", type=FILE)
 mesh = functools.partial(Option, "-m", "--mesh", type=MESH)
 rules = functools.partial(Option, "-r", "--rules", type=FILE, multiple=True)
 rules_of_model = functools.partial(
@@ -224,8 +225,7 @@ axes = functools.partial(Option, "--axes", type=AXES)
 on = functools.partial(Option, "--on", metavar="TOPOLOGY", type=TOPOLOGY)
 hbm = functools.partial(Option, "--hbm", type=MEMORY)
 
-Model = Annotated[str, Argument(
-    "model", metavar="SOURCE", type=FILE,
+Model = Annotated[str, model(
     about="The model: a safetensors file, index or directory; a JSON manifest, also gzipped; - for "
     "a manifest on standard input; or package.module:function, which returns a tree.",
 )]  # fmt: skip
