@@ -255,7 +255,8 @@ def _costs(layout: Contender, program: Program, peak: int) -> StepCost:
     )
     executable, hlo = program._executable, program._executable.hlo
     with hlo_errors():
-        done = sum(size for _, size in product_nodes(executable.values)) + flops_of_kernels(hlo)
+        products = product_nodes(executable.values)
+        compiled_flops = sum(size for _, size in products) + flops_of_kernels(hlo)
         rows = list(hlo.exchanges(program.axis_sizes))
     sent: Counter[tuple[str, ...]] = Counter()
     seconds: defaultdict[tuple[str, ...], float] = defaultdict(float)
@@ -266,14 +267,14 @@ def _costs(layout: Contender, program: Program, peak: int) -> StepCost:
             sent[axes] += size
             seconds[axes] += machine.seconds(row.kind, axes, size)
     # What is sent beyond the gathers and sums of weights that are predicted, products wait for.
-    hidden = defaultdict[tuple[str, ...], float](float)
+    most_hidden = defaultdict[tuple[str, ...], float](float)
     for predicted in spread.sent:
-        hidden[predicted.axes] += machine.sending(space, [predicted]).meanwhile
-    meanwhile = sum(min(total, hidden[axes]) for axes, total in seconds.items())
+        most_hidden[predicted.axes] += machine.sending(space, [predicted]).meanwhile
+    meanwhile = sum(min(total, most_hidden[axes]) for axes, total in seconds.items())
     # Elementwise arithmetic, and reading and writing, is taken from the prediction.
-    computing = layout.seconds.compute * (done / flops if done and flops else 1.0)
+    ratio = compiled_flops / flops if compiled_flops and flops else 1.0
     alone = sum(seconds.values()) - meanwhile
-    total = Seconds(computing, layout.seconds.memory, meanwhile, alone).total
+    total = Seconds(ratio * layout.seconds.compute, layout.seconds.memory, meanwhile, alone).total
     return StepCost(total, dict(sent), peak)
 
 

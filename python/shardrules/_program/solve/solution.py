@@ -71,7 +71,7 @@ class Solution:
     mesh: Any
     """The mesh, as `plan` takes it: that of `solve`, or the best of the topology."""
     plan: Plan
-    """Of the parameters: the first plan among the step's arguments, or else the first argument."""
+    """Of the parameters: those of `Step.plan`, or else the first argument."""
     specs: dict[str, PartitionSpec]
     """By path, such as "inputs/0/embed", the spec of each argument."""
     choices: tuple[ClassChoice, ...]

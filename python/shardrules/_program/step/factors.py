@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import gcd, prod
-from types import MappingProxyType
 from typing import Any, Final
 
 from shardrules._program.work import window_pairs
@@ -24,7 +23,6 @@ _Dims = Iterable[Factors]
 Shape = tuple[int, ...]
 IotaColumns = Mapping[int, int]
 """By column of indices that is an iota along a dimension, that dimension."""
-_NONE: Final[IotaColumns] = MappingProxyType({})
 
 
 @dataclass(eq=False)
@@ -36,8 +34,9 @@ class Rule:
     shapes: list[Shape]
     """Of the operands."""
     result_shapes: list[Shape]
-    """Shapes of the results."""
-    iota_columns: IotaColumns = field(default_factory=lambda: _NONE)  # Python 3.11 takes no other
+    """Of the results."""
+    iota_columns: IotaColumns = field(default_factory=dict)
+    """Of the indices of a gather or scatter."""
     sizes: list[int] = field(default_factory=list)
     """Per factor."""
     operands: tuple[tuple[Factors, ...], ...] = ()
@@ -96,7 +95,7 @@ class Rule:
         return self
 
 
-def rule_of(eqn: Any, iota_columns: IotaColumns = _NONE) -> Rule | None:
+def rule_of(eqn: Any, iota_columns: IotaColumns | None = None) -> Rule | None:
     """Return the rule of an equation without a jaxpr in it; None if it is not modelled.
 
     Of a gather or scatter, `iota_columns` of the indices choose rows that stay where they are.
@@ -110,7 +109,7 @@ def rule_of(eqn: Any, iota_columns: IotaColumns = _NONE) -> Rule | None:
     """
     shapes, results = ([shape_of(var) for var in vars_] for vars_ in (eqn.invars, eqn.outvars))
     make = _RULES.get(eqn.primitive.name)
-    return make and make(Rule(eqn.params, shapes, results, iota_columns))
+    return make and make(Rule(eqn.params, shapes, results, iota_columns or {}))
 
 
 def shape_of(var: Any) -> Shape:
@@ -182,13 +181,8 @@ def _aligned(before: Shape, after: Shape, i: int, j: int) -> tuple[int, int]:
     return i, j
 
 
-def _squeeze(op: Rule) -> Rule:
-    factors = op.dimensions(op.shapes[0])
-    gone = {dim % len(factors) for dim in op.params["dimensions"]}
-    return op.of([factors], [[f for dim, f in enumerate(factors) if dim not in gone]])
-
-
 def _reduce(op: Rule) -> Rule:
+    """Return the rule of what leaves dimensions out: those of size 1 have no factors to sum."""
     axes = op.params["axes"] if "axes" in op.params else op.params["dimensions"]
     shape = next(filter(None, op.shapes), ())
     factors = op.dimensions(shape)
@@ -440,9 +434,8 @@ _BY_NAME: Final[dict[str, Callable[[Rule], Rule]]] = {
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
     "reshape": _reshape,
-    "squeeze": _squeeze,
     """reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor reduce argmax
-    argmin""": _reduce,
+    argmin squeeze""": _reduce,
     "dot_general": _dot,
     "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _convolution,
