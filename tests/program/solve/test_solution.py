@@ -193,7 +193,7 @@ def test_a_layout_that_the_compiler_refuses_or_fails_at_is_no_answer(few, monkey
 
 def test_if_all_are_refused_layouts_that_need_less_are_compiled(few, monkeypatch):
     rooms = []
-    monkeypatch.setattr(solving, "best_of", lambda searches: rooms.append(searches[0].hbm) or best_of(searches))
+    monkeypatch.setattr(solving, "best_of", lambda searches, show: rooms.append(searches[0].hbm) or best_of(searches))
     monkeypatch.setattr(prove, "CompilerChild", lambda *_: answered(refuse))
     with pytest.raises(ValueError, match="nothing fits: the compiler refuses all of the") as error:
         solved(MANY, HERE)

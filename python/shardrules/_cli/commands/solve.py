@@ -43,12 +43,9 @@ def solve(
     The lines of with_sharding_constraint follow as comments; time, bound and gap go to standard
     error.
     """
-    from contextvars import copy_context
-
     from shardrules._base.io import FileError
     from shardrules._cli import process, sources
-    from shardrules._program.solve.search import PROGRESS
-    from shardrules._program.solve.solution import solve
+    from shardrules._program.solve.solution import solved
     from shardrules._program.topologies.topology import Topology
 
     place: Any = mesh
@@ -73,11 +70,9 @@ def solve(
             f"{function}: none of the arguments is a Plan: give shardrules.plan of the "
             "parameters, whose rules the solution replaces"
         )
-    context = copy_context()
     with process.working("solving; Ctrl-C takes the best so far") as show:
-        context.run(PROGRESS.set, show)
         try:
-            solution = context.run(solve, step, place, hardware=hardware, hbm=hbm)
+            solution = solved(step, place, hardware, hbm, show=show)
         except ValueError as error:  # of several lines, where nothing fits
             raise FileError(*str(error).splitlines()) from None
     _print_solution(solution, format)

@@ -16,7 +16,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from contextvars import ContextVar
 from importlib.util import find_spec
 from itertools import product
 from math import floor, inf, prod
@@ -53,11 +52,11 @@ _PARTS: Final = 10**9
 # What is lost of a bound of rounded rows.
 _ROUNDED: Final = 1e-6
 _SHOWN: Final = 3
-PROGRESS: ContextVar[Callable[[str], object]] = ContextVar("PROGRESS", default=lambda text: None)
+Show = Callable[[str], object]
 """What is given a line of progress after each mesh and layout."""
 
 
-def best_of(searches: Sequence[Search]) -> tuple[Search, float]:
+def best_of(searches: Sequence[Search], show: Show = lambda text: None) -> tuple[Search, float]:
     """Search each mesh; return the search on the best one, and seconds that none takes less than.
 
     An interrupt ends all, with what is known by then.
@@ -76,7 +75,7 @@ def best_of(searches: Sequence[Search]) -> tuple[Search, float]:
             seconds, bound = best().seconds, min(each.bound for each in searches)
             if seconds < inf:
                 gap = max(0.0, 1 - bound / seconds) if seconds else 0.0
-                PROGRESS.get()(
+                show(
                     f"mesh {number} of {len(searches)}, {mesh_shown(search.machine.sizes)}: "
                     f"best {seconds_shown(seconds)}, bound {seconds_shown(bound)}, gap {gap:.1%}"
                 )

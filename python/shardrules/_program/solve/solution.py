@@ -44,7 +44,7 @@ from shardrules._program.solve.candidates import (
     table_of_candidates,
 )
 from shardrules._program.solve.constraints import Activation, activations, constrained_step
-from shardrules._program.solve.search import PROGRESS, Search, best_of, missing_solver
+from shardrules._program.solve.search import Search, Show, best_of, missing_solver
 from shardrules._program.solve.space import STORED
 from shardrules._program.step.equations import inputs_of
 from shardrules._program.step.step import Step
@@ -227,6 +227,13 @@ def solve(
         >>> [*solution.specs["inputs/0/up"]], solution.gap
         ([None, 'tp'], 0.0)
     """
+    return solved(step, on, hardware, hbm, show=lambda text: None)
+
+
+def solved(
+    step: Step, on: Any, hardware: Hardware | str | None, hbm: float | str | None, *, show: Show
+) -> Solution:
+    """Solve a step, and show after each mesh and layout how far it is."""
     check_type("step", step, Step, "a Step, as shardrules.trace gives one")
     if not step._paths:
         raise ValueError(f"{step.name}: it was traced without arrays among its arguments")
@@ -242,14 +249,14 @@ def solve(
 
     # Of those alike the first is the answer: that with most devices along the first axes.
     searches = [Search(step, row, hardware, room, topology) for row in reversed(meshes)]
-    best, bound = best_of(searches)
-    rows = _compiled_shortlist(best, searches, topology)
+    best, bound = best_of(searches, show)
+    rows = _compiled_shortlist(best, searches, topology, show)
     refused = [row for row in rows if row.needed]
     if rows[0].refusal and refused:  # predictions are so much too low
         for search in searches:
             search.hbm = round(room * refused[0].memory / refused[0].needed)
         with suppress(ValueError):
-            rows += _compiled_shortlist(best_of(searches)[0], searches, topology)
+            rows += _compiled_shortlist(best_of(searches, show)[0], searches, topology, show)
             rows.sort(key=Contender.rank)
     answer = rows[0]
     if answer.refusal:
@@ -269,7 +276,7 @@ def solve(
 
 
 def _compiled_shortlist(
-    best: Search, searches: Sequence[Search], topology: Topology | None
+    best: Search, searches: Sequence[Search], topology: Topology | None, show: Show
 ) -> list[Contender]:
     """Return the layouts of the shortlist, the best first: as compiled, if a compiler is there."""
     entries = shortlist(best, searches)
@@ -279,7 +286,7 @@ def _compiled_shortlist(
     with suppress(KeyboardInterrupt):  # then those count that are known
         for row in compile_each(entries, topology):
             rows.append(row)
-            PROGRESS.get()(f"layout {len(rows)} of {len(entries)} compiled: {row.what}")
+            show(f"layout {len(rows)} of {len(entries)} compiled: {row.what}")
     return sorted(rows, key=Contender.rank) or entries[:1]
 
 
