@@ -141,7 +141,7 @@ def shortlist(best: Search, searches: Sequence[Search]) -> list[Contender]:
     fsdp = [Contender("FSDP", search, search.space.fsdp()) for search in searches]
     mesh = best.space.step.mesh
     sizes = {} if mesh is None else dict(mesh.shape)
-    own = next((row for row in searches if row.machine.sizes == sizes), best)
+    program_search = next((row for row in searches if row.machine.sizes == sizes), best)
     others = [
         Contender(f"the best on {mesh_shown(row.machine.sizes)}", row, row.assignment)
         for row in searches
@@ -151,7 +151,7 @@ def shortlist(best: Search, searches: Sequence[Search]) -> list[Contender]:
     rows = [
         first,
         *_fastest(fsdp)[:1],
-        Contender("as in the program", own, own.space.of_program()),
+        Contender("as in the program", program_search, program_search.space.of_program()),
         *(row for row in others if row.seconds.total <= first.seconds.total * _FAR),
     ]
     by_cost: dict[Any, Contender] = {}

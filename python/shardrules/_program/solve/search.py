@@ -355,9 +355,9 @@ class Terms:
             )
         if rule is None or rule.summed or is_apart(operation):
             return False
-        alike = {space.first[n] for n in _numbers(operation) if any(space.classes[n])}
+        kinds = {space.first[n] for n in _numbers(operation) if any(space.classes[n])}
         is_turned = operation.name == "transpose"  # of a square array: the axes stay in their place
-        is_alike = len(alike) < 2 and not rule.whole and not rule.minor and not is_turned
+        is_alike = len(kinds) < 2 and not rule.whole and not rule.minor and not is_turned
         return rule.is_identity or is_alike
 
     def seconds(self, place: int, assignment: Mapping[int, Axes]) -> Seconds:

@@ -58,10 +58,10 @@ class Space:
             number not in self.local and roles.is_like_weights(number)
             for number in range(len(equations.values))
         ]
-        alike: dict[Any, int] = {}
+        first_of_kind: dict[Any, int] = {}
         kinds = zip(self.classes, self._is_weight, strict=True)
         self.first = [
-            alike.setdefault((number if number in self.local else -1, kind), number)
+            first_of_kind.setdefault((number if number in self.local else -1, kind), number)
             for number, kind in enumerate(kinds)
         ]
         """By array the first of those that have its cuts, in every layout."""

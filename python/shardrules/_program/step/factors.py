@@ -273,12 +273,12 @@ def _indexed(
     operand, indices = op.dimensions(op.shapes[0]), op.dimensions(op.shapes[1])
     gone = getattr(numbers, dropped)
     batch = list(getattr(numbers, "operand_batching_dims", ()))
-    for dim, other in zip(batch, getattr(numbers, batching, ()), strict=True):
-        indices[other] = operand[dim]
-    for column, other in op.iota_columns.items():
+    for dim, index_dim in zip(batch, getattr(numbers, batching, ()), strict=True):
+        indices[index_dim] = operand[dim]
+    for column, index_dim in op.iota_columns.items():
         dim = getattr(numbers, columns)[column]
-        if dim in gone and op.shapes[1][other] == op.shapes[0][dim]:
-            indices[other] = operand[dim]
+        if dim in gone and op.shapes[1][index_dim] == op.shapes[0][dim]:
+            indices[index_dim] = operand[dim]
             batch.append(dim)
     kept = [dim for dim in range(len(operand)) if dim not in {*gone, *batch}]
     places = dict(zip(getattr(numbers, window), kept, strict=True))

@@ -380,13 +380,13 @@ class Roles:
                     self._name(self._of_weights_in(classes), "vocabulary")
 
     def _see_dot(self, operation: TracedOperation) -> None:
-        (left, _), (left_batch, _) = operation.eqn.params["dimension_numbers"]
+        (sum_dims, _), (batch_dims, _) = operation.eqn.params["dimension_numbers"]
         first, second = operation.inputs
         if first is None or second is None:
             return
         rows, others = list(self._dims_of(first)), list(self._dims_of(second))
-        summed = [c for dim in left for c in rows[dim]]
-        batch = [c for dim in left_batch for c in rows[dim]]
+        summed = [c for dim in sum_dims for c in rows[dim]]
+        batch = [c for dim in batch_dims for c in rows[dim]]
         free = [c for row in (*rows, *others) for c in row if c not in (*summed, *batch)]
         self._contracted.update(summed)
         if first in self.weights or second in self.weights:
