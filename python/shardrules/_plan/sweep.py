@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -68,7 +68,7 @@ class Sweep(Answer[SweepRow]):
         return {"notes": self.notes}
 
     def _body(self) -> list[Table | str]:
-        return [sweep_table(self)]
+        return [Table(_COLUMNS, map(_sweep_cells, self))] if self else ["no meshes"]
 
     def _section(self, page: Page) -> Section:
         mine = page.bytes.max, page.bytes.host
@@ -88,16 +88,6 @@ def _apart(mesh: Mapping[str, int]) -> list[tuple[str, int]]:
     return [(axis, size) for axis, size in mesh.items() if size > 1]
 
 
-def sweep_table(rows: Sequence[SweepRow]) -> Table:
-    """Return a row for each mesh, without the columns that no row has."""
-    if not rows:
-        return Table([Column("no meshes")], [])
-    has_verdicts = any(row.fits is not None for row in rows)
-    kept = [n for n, column in enumerate(_COLUMNS) if has_verdicts or column.head != "memory"]
-    cells = map(_sweep_cells, rows)
-    return Table([_COLUMNS[n] for n in kept], ([line[n] for n in kept] for line in cells))
-
-
 def _sweep_cells(row: SweepRow) -> tuple[str, ...]:
     host = f" + {bytes_shown(row.host_bytes)} on the host" if row.host_bytes else ""
     return (
@@ -106,7 +96,7 @@ def _sweep_cells(row: SweepRow) -> tuple[str, ...]:
         bytes_shown(row.bytes) + host,
         bytes_shown(row.replicated),
         f"{row.corrections:,}",
-        {None: "", True: "fits", False: "does not fit"}[row.fits],
+        {None: "-", True: "fits", False: "does not fit"}[row.fits],
     )
 
 
