@@ -149,7 +149,8 @@ def kind_with_bytes(leaf: LeafType, fit: Fit, axis_sizes: Mapping[str, int]) -> 
     counted = fit._counted if fit.spec is None else fit.spec
     # What is not placed is counted as if it were replicated, unless an axis alone is to be dropped.
     fullest = device_bytes(leaf.shape or (), leaf.bits, counted or Entries(), axis_sizes)
-    values = {name: getattr(fit, name) for name in _FIT_FIELDS} | {"_counted": counted}
+    values: dict[str, Any] = {name: getattr(fit, name) for name in _FIT_FIELDS}
+    values["_counted"] = counted
 
     def bytes_lost(loss: Loss) -> int:
         axes = {*_axes_lost(loss, fit), *loss.meant} - axes_named(counted)

@@ -77,10 +77,6 @@ class _RoleNames(NamedTuple):
     anywhere: set[str]
     at_top: set[str]
 
-    def are_in(self, path: str) -> bool:
-        components = _COMPONENTS.findall(path)
-        return not (self.anywhere.isdisjoint(components) and self.at_top.isdisjoint(components[:1]))
-
 
 # flax's, EasyLM's, EasyDeL's and Levanter's train states, nnx.Optimizer and orbax checkpoints of
 # them; Paxml and haiku; T5X. At the top alone, where no layer is called so: big_vision and others.
@@ -156,7 +152,11 @@ class Leaves:
 
     def _is_named(self, names: _RoleNames) -> npt.NDArray[np.bool_]:
         texts, of_path, _ = self.templates
-        return np.array(list(map(names.are_in, texts)), np.bool_)[of_path]
+        is_named = [
+            not (names.anywhere.isdisjoint(parts) and names.at_top.isdisjoint(parts[:1]))
+            for parts in map(_COMPONENTS.findall, texts)
+        ]
+        return np.array(is_named, np.bool_)[of_path]
 
     @cached_property
     def optimizer_rows(self) -> list[int]:
