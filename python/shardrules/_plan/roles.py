@@ -187,11 +187,6 @@ class _Array:
         return path_words.ATTENTION.is_name(self.name) and self.experts == 1
 
     @property
-    def makes_heads(self) -> bool:
-        """True if it makes queries, keys or values, by its name."""
-        return path_words.ATTENTION.is_name(self.name) and not path_words.BACK.is_name(self.name)
-
-    @property
     def has_heads(self) -> bool:
         """True if it projects to heads of attention or from them, by its names."""
         *module, name = self.bare
@@ -268,7 +263,9 @@ def _find_experts(arrays: list[_Array]) -> None:
         if len(rest) <= (1 if array.is_vector else 2) or array.numbered_experts > 1:
             continue
         around = set().union(*(routers[array.words[:end]] for end in range(len(array.words))))
-        is_apart = path_words.NO_EXPERTS.are_in(*array.words) or array.makes_heads
+        is_apart = path_words.NO_EXPERTS.are_in(*array.words) or (
+            path_words.ATTENTION.is_name(array.name) and not path_words.BACK.is_name(array.name)
+        )
         if (array.shape[rest[0]] in around and not is_apart) or _is_of_experts(array.words):
             array.front[rest[0]] = "experts"
 

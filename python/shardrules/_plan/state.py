@@ -55,8 +55,6 @@ _Shape = tuple[int, ...]
 # `optax.scale_by_factored_rms`.
 _FACTORS: Final = {"v_row": -1, "v_col": -2}
 _FACTOR: Final = re.compile(rf"({'|'.join(_FACTORS)})\W*$")
-
-
 _COLLECTION: Final = "params"
 """Name of flax's collection of the parameters."""
 _NONE: Final = -1
@@ -112,7 +110,7 @@ def _put_state(
             is_state[row] = True
     # A row of _NONE is the last, and the kind of it none.
     kind_of_parameter = [*params.kind_of.tolist(), _NONE]
-    alike, kind_of = grouped(
+    keys, kind_of = grouped(
         (number, kind_of_parameter[row], factor, own, is_in_state)
         for number, (row, factor, own), is_in_state in zip(
             leaves.kind_of.tolist(), followed, is_state, strict=True
@@ -128,21 +126,21 @@ def _put_state(
             zero1=zero1 if is_in_state and parameter != _NONE else None,
             memory_kind=memory_kind if is_in_state else None,
         )
-        for number, parameter, factor, own, is_in_state in alike
+        for number, parameter, factor, own, is_in_state in keys
     ]
     sources = [
         path if each.row == _NONE else params.sources[each.row]
         for path, each in zip(leaves.paths, followed, strict=True)
     ]
-    put = replace(
+    state = replace(
         leaves,
         rules=params.rules,
         sources=sources,
         kind_of=kind_of,
-        types=[leaves.types[number] for number, *_ in alike],
+        types=[leaves.types[number] for number, *_ in keys],
         follows_parameters=True,
     )
-    return put, kinds
+    return state, kinds
 
 
 def _find_parameters(
@@ -166,13 +164,14 @@ def _find_parameters(
         else:
             start, _ = first
             choices.append([(path[: start + end], row) for end, row in ends(path[start:])])
-    found_behind = _found_behind(choices) if any(len(each) > 1 for each in choices) else {}
+    rows_behind = _rows_behind(choices) if any(len(each) > 1 for each in choices) else {}
     rows, factors = [], []
     for each in choices:
         # `max` takes the first of equals, which is the longest path.
-        prefix, row = max(each, key=lambda choice: len(found_behind.get(choice[0], ())))
+        prefix, row = max(each, key=lambda choice: len(rows_behind.get(choice[0], ())))
         rows.append(row)
-        factors.append(None if row == _NONE else _factor_in(prefix))
+        factor = None if row == _NONE else _FACTOR.search(prefix)
+        factors.append(None if factor is None else _FACTORS[factor[1]])
     if params.paths and all(row == _NONE for row in rows):
         _check_no_moments(params, state)
     return list(map(Followed, rows, factors, _own_axes(params, rows, names)))
@@ -207,17 +206,17 @@ def _ends_of_path(
         start = passed.end()
 
 
-def _found_behind(choices: Iterable[list[tuple[str, int]]]) -> dict[str, set[int]]:
+def _rows_behind(choices: Iterable[list[tuple[str, int]]]) -> dict[str, set[int]]:
     """Return the parameters that leaves may belong to, by what stands before their paths.
 
     A moment is a tree of all parameters: of two places where it may begin, it does where more of
     them are found.
     """
-    found: dict[str, set[int]] = {}
+    rows: dict[str, set[int]] = {}
     for prefix, row in itertools.chain.from_iterable(choices):
         if row != _NONE:
-            found.setdefault(prefix, set()).add(row)
-    return found
+            rows.setdefault(prefix, set()).add(row)
+    return rows
 
 
 def _check_no_moments(params: Leaves, state: Leaves) -> None:
@@ -274,12 +273,6 @@ def _row_of_flat_name(name: str, rows: Callable[[], Mapping[str, int]]) -> int:
     return next((rows()[each] for each in names if each in rows()), _NONE)
 
 
-@functools.lru_cache(maxsize=1024)
-def _factor_in(prefix: str) -> int | None:
-    factor = _FACTOR.search(prefix)
-    return None if factor is None else _FACTORS[factor[1]]
-
-
 def _relation(
     shape: _Shape | None, parameter: Kind, factor: int | None
 ) -> tuple[tuple[Dim, ...] | None, str]:
@@ -301,26 +294,24 @@ def _relation(
         return dims, "the parameter's, but for dimensions of size 1"
     if shape[1:] == full:
         return (None, *all_dims), "the parameter's, behind a dimension of its own"
-    if (lacking := _lacking(shape, parameter, factor)) is not None:
-        dims = _dims_without(lacking, len(full))
-        return dims, f"the parameter's without dim {lacking} (factored moment)"
+    if (dim := _lacking_dim(shape, parameter, factor)) is not None:
+        dims = _dims_without(dim, len(full))
+        return dims, f"the parameter's without dim {dim} (factored moment)"
     return None, f"its shape has no known relation to the parameter's {full}: replicated"
 
 
-def _lacking(shape: _Shape, parameter: Kind, factor: int | None) -> int | None:
+def _lacking_dim(shape: _Shape, parameter: Kind, factor: int | None) -> int | None:
     """Return the dimension of the parameter that this shape lacks; None if that is uncertain."""
     full = parameter.shape or ()
     rank = len(full)
-    lacking = [dim for dim in range(rank) if full[:dim] + full[dim + 1 :] == shape]
-    if factor is not None and lacking:
+    dims = [dim for dim in range(rank) if full[:dim] + full[dim + 1 :] == shape]
+    if factor is not None and dims:
         # The very call of optax: on equal sizes the answer is numpy's.
         by_size = int(np.argsort(full)[factor])
-        if by_size in lacking:
+        if by_size in dims:
             return by_size
-    specs = {
-        _part_of_spec(parameter.spec or Entries(), _dims_without(dim, rank)) for dim in lacking
-    }
-    return lacking[0] if len(specs) == 1 else None
+    specs = {_part_of_spec(parameter.spec or Entries(), _dims_without(dim, rank)) for dim in dims}
+    return dims[0] if len(specs) == 1 else None
 
 
 def _dims_without(dim: int, rank: int) -> tuple[int, ...]:
@@ -397,14 +388,14 @@ def _cut_by_zero1(
     entries = [*entries_of(spec), *[None] * (len(shape) - len(spec))]
     if axis_sizes[axis] == 1 or axis in axes_named(spec):
         return None
-    held = {
+    part_sizes = {
         dim: size // parts
         for dim, (size, entry) in enumerate(zip(shape, entries, strict=False))
         for parts in [prod(axis_sizes.get(name, 1) for name in entry_axes(entry))]
         if size and size % (parts * axis_sizes[axis]) == 0 and not is_unconstrained(entry)
     }
-    if not held:
+    if not part_sizes:
         return None
-    dim = max(held, key=held.__getitem__)
+    dim = max(part_sizes, key=part_sizes.__getitem__)
     entries[dim] = entry_of((*entry_axes(entries[dim]), axis))
     return with_entries(spec, entries)

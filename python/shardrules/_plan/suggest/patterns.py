@@ -305,10 +305,11 @@ def _is_ready(of_end: dict[Path, list[_Leaf]], leaves: list[_Leaf]) -> bool:
         return True
     if not any(leaf.label.is_numbered for leaf in leaves):
         return True
+    length = len(next(iter(of_end)))
     labels_of: dict[Path, set[Label]] = defaultdict(set)
     for leaf in leaves:
         for part in leaf.unit.numbered():
-            labels_of[part.words[-len(end) :]].add(leaf.label)
+            labels_of[part.words[-length:]].add(leaf.label)
     are_apart = all(len(labels) == 1 for labels in labels_of.values())
     return are_apart and all(leaf.opened == first_leaf.opened for leaf in others)
 
