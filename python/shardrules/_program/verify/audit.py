@@ -47,7 +47,6 @@ from shardrules._plan.kinds import (
     Kind,
     axes_named,
     axes_used,
-    device_bytes,
     dtype_shown,
     is_replicated,
     placement_shown,
@@ -245,7 +244,7 @@ class _Audit:
     def _finding(self, fault: _Fault, indices: list[int]) -> Finding:
         plan, cases = self._plan, Counter(self._cases[index] for index in indices)
         kinds = {kind: plan.kinds[kind] for _, kind in cases}
-        size = sum(_bytes_on_fullest(live) * count for (live, _), count in cases.items())
+        size = sum(_bytes_on_device(live) * count for (live, _), count in cases.items())
         planned_size = sum(kinds[kind].device_bytes * count for (_, kind), count in cases.items())
         at_stake = size - planned_size if size > planned_size else planned_size
         is_whole = all(is_replicated(kind, plan.axis_sizes) for kind in kinds.values())
@@ -277,7 +276,7 @@ class _Audit:
         kinds = ((plan.paths[row], plan.kinds[plan.kind_of[row]]) for row in self._tree.missing)
         lives = zip(extra, _fields_of(list(extra.values())), strict=True)
         of_plan = {path: kind.device_bytes for path, kind in kinds if kind.shape is not None}
-        of_tree = {path: _bytes_on_fullest(live) for path, live in lives if None not in live[1:]}
+        of_tree = {path: _bytes_on_device(live) for path, live in lives if None not in live[1:]}
         texts = "the tree lacks {} of the plan", "the tree has {} that the plan lacks"
         for text, sizes in zip(texts, (of_plan, of_tree), strict=True):
             if count := len(sizes):
@@ -353,13 +352,11 @@ _NOWHERE: Final[dict[Any, tuple[VerifyKind, str]]] = {
 """Kind and words of what is on no devices."""
 
 
-def _bytes_on_fullest(live: _Live) -> int:
-    """Compute the bytes of a leaf on the fullest device."""
+def _bytes_on_device(live: _Live) -> int:
+    """Compute the bytes of a leaf on a device."""
     where, shape, dtype = live
     if isinstance(where, str):
         return 0
-    if isinstance(where, NamedSharding):  # may be uneven
-        return device_bytes(shape, bits_of(dtype), where.spec, where.mesh.shape)
     return -(-prod(where.shard_shape(shape)) * bits_of(dtype) // 8)
 
 
