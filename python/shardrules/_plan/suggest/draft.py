@@ -65,7 +65,7 @@ def draft(plan: Plan, units: Sequence[Unit]) -> Draft:
     rules, sizes = plan._leaves.path_rules, plan.axis_sizes
     assert rules is not None
     uses = uses_of(sizes)
-    cuts = _with_followers(units, _choose(units, sizes, uses), sizes)
+    cuts = _with_followers(units, _choose_cuts(units, sizes, uses), sizes)
     labelled = [(unit, _label_of(unit, of_unit)) for unit, of_unit in zip(units, cuts, strict=True)]
     return _rules_for_labels(labelled, rules.dialect)
 
@@ -120,7 +120,7 @@ class _Layout(NamedTuple):
     cuts: Cuts
 
 
-def _choose(
+def _choose_cuts(
     units: Sequence[Unit], axis_sizes: Mapping[str, int], uses: Mapping[str, AxisUse]
 ) -> list[Cuts]:
     """Choose the axes that shard each dimension of the units: see the table of discomforts.
