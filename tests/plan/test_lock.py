@@ -419,6 +419,10 @@ def test_paths_that_are_too_long_together(most, pattern):
         (edited("leaves", 1, "rule", 3), r"leaves\[1\]: there is no rule 3"),
         (edited("leaves", 1, "rule", -1), r"leaves\[1\]: there is no rule -1"),
         (edited("leaves", 1, "rule", True), r"leaves\[1\]: rule is True .*; write the number of a rule"),
+        (
+            edited("leaves", 1, {**json.loads(LOCK)["leaves"][1], "names": ["embed", None], "rules": [0]}),
+            r"leaves\[1\]: there is not one rule, or null, for each name",
+        ),
         (edited("leaves", 1, "shape", "44"), "shape is '44' .*; write a list of sizes"),
         (edited("leaves", 1, "shape", [4, -4]), "is negative"),
         (edited("leaves", 1, "shape", [2**62, 2**62]), "more bytes than can be counted"),
