@@ -8,27 +8,27 @@ ratios, in seconds of processors.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import safetensors.numpy
-from jax.experimental.multihost_utils import sync_global_devices
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -60,22 +60,17 @@ def rows(*names: str) -> Iterator[Row]:
     for name in names or CASES:
         processes = 2 if name == "columns" else 1
         flags = f"--xla_force_host_platform_device_count={8 // processes**2}"
-        environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
         with socket.socket() as free:
             free.bind(("localhost", 0))
-            port = str(free.getsockname()[1])
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "benchmarks.checkpoints", "--run", name, folder]
-            joint = [[port, str(i)] if processes > 1 else [] for i in range(processes)]
-            started = [
-                subprocess.Popen([*command, *each], env=environment, stdout=subprocess.PIPE)
-                for each in joint
-            ]
-            outputs = [process.communicate()[0] for process in started]
-        if any(process.returncode for process in started):
-            raise RuntimeError(f"{name} has failed, as it says above")
-        for entry in json.loads(outputs[0].splitlines()[-1]):
-            yield Row(*entry)
+            address = f"localhost:{free.getsockname()[1]}" if processes > 1 else ""
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            patch.dict(os.environ, {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}),
+            ProcessPoolExecutor(processes, get_context("spawn")) as pool,
+        ):
+            measure = partial(measured, name, folder, address)
+            of_first, *_ = pool.map(measure, range(processes))
+            yield from of_first
 
 
 def placed(spec: P, *axes: str) -> NamedSharding:
@@ -147,19 +142,24 @@ def names(folder: str) -> Case:
 
 def columns(folder: str) -> Case:
     """Return a case of columns that are cut over processes, the first of which writes the files."""
-    arrays = {f"layers.{i}.w": random((2048, 2048)) + i for i in range(32)}
+    mapped, done = Path(folder) / "all.npy", Path(folder) / "done"
     if jax.process_index() == 0:
+        values = random((2048, 2048))
+        arrays = {f"layers.{i}.w": values + i for i in range(32)}
         write(folder, arrays, 2)
-        for name, array in arrays.items():
-            np.save(Path(folder) / name, array)
-    sync_global_devices("written")
+        np.save(mapped, [*arrays.values()])
+        done.touch()
+    while not done.exists():
+        time.sleep(0.1)
     sharding = placed(BOTH, "tp", "fsdp")
 
     def plain() -> Any:
-        mapped = {name: np.load(Path(folder) / f"{name}.npy", mmap_mode="r") for name in arrays}
         cut = jax.make_array_from_callback
-        made = {name: cut(x.shape, sharding, x.__getitem__) for name, x in mapped.items()}
-        return jax.block_until_ready(made)
+        arrays = {
+            f"layers.{i}.w": cut(values.shape, sharding, values.__getitem__)
+            for i, values in enumerate(np.load(mapped, mmap_mode="r"))
+        }
+        return jax.block_until_ready(arrays)
 
     what = "columns over 2 processes, 0.5 GB / numpy.memmap slices"
     return Case(what, 1.2, partial(sr.load, folder, sharding), plain, 8)
@@ -239,12 +239,14 @@ def _seconds(call: Callable[[], Any], calls: int) -> float:
     return (time.process_time() - used) / calls
 
 
-def _measured(name: str, folder: str) -> Iterator[Row]:
+def measured(name: str, folder: str, address: str, process: int) -> list[Row]:
+    """Return the rows of a case; of one with an address, this is one of two processes."""
+    if address:
+        jax.distributed.initialize(address, 2, process)
     what, bar, ours, plain, calls = CASES[name](folder)
     result, peak = _peak(ours)
     if plain is None:  # there is no plain way
-        yield Row(f"{what}: processors", _seconds(ours, calls), "s", bar)
-        return
+        return [Row(f"{what}: processors", _seconds(ours, calls), "s", bar)]
     expected, plain_peak = _peak(plain)
     size = 0
     for a, b in zip(_parts(result), _parts(expected), strict=True):
@@ -254,18 +256,14 @@ def _measured(name: str, folder: str) -> Iterator[Row]:
     del result, expected
     taken = [(_seconds(ours, calls), _seconds(plain, calls)) for _ in range(ROUNDS)]
     note = "{:.3f} / {:.3f} s of processors".format(*map(median, zip(*taken, strict=True)))
-    yield Row(f"{what}: processors", median(a / b for a, b in taken), "x", bar, note)
-    if name != "written":
-        peak_bar = 2.5 if name in ("small", "forms") else 1.05
-        note = f"{plain_peak / size:.2f} x the plain way"
-        yield Row(f"{what}: peak", peak / size, "x of the arrays", peak_bar, note)
+    times = Row(f"{what}: processors", median(a / b for a, b in taken), "x", bar, note)
+    if name == "written":
+        return [times]
+    peak_bar = 2.5 if name in ("small", "forms") else 1.05
+    note = f"{plain_peak / size:.2f} x the plain way"
+    return [times, Row(f"{what}: peak", peak / size, "x of the arrays", peak_bar, note)]
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--run"]:
-        if joint := sys.argv[4:]:
-            jax.distributed.initialize(f"localhost:{joint[0]}", 2, int(joint[1]))
-        print(json.dumps(list(_measured(*sys.argv[2:4]))))
-    else:
-        for row in rows(*sys.argv[1:]):
-            print(f"{row.name:80} {row.measured:6.2f} {row.unit} {row.verdict} ({row.note})")
+    for row in rows(*sys.argv[1:]):
+        print(f"{row.name:80} {row.measured:6.2f} {row.unit} {row.verdict} ({row.note})")
