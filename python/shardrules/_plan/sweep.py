@@ -7,7 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._base.arguments import check_bounds, check_type, integer, mesh_shapes, strings
+from shardrules._base.arguments import (
+    check_bounds,
+    check_items,
+    check_type,
+    checked_sizes,
+    integer,
+    mesh_shapes,
+    strings,
+)
 from shardrules._base.text import brief, bytes_shown, mesh_shown, nearest, printable, record
 from shardrules._plan.answers import Answer, Column, Section, Table
 from shardrules._plan.memory import Training
@@ -129,12 +137,14 @@ def sweep_meshes(
         if isinstance(meshes, Mapping):
             raise TypeError(f"meshes is one mesh: write sweep([{brief(meshes)}])")
         check_type("meshes", meshes, Iterable, "a sequence of dicts of axis sizes")
-    candidates = list(itertools.islice(meshes, _MOST_MESHES + 1))
+    candidates = tuple(itertools.islice(meshes, _MOST_MESHES + 1))
     if len(candidates) > _MOST_MESHES:
         raise ValueError(f"a sweep covers at most {_MOST_MESHES:,} meshes; give fewer axes")
+    check_items("meshes", candidates, Mapping, "a dict of axis sizes")
+    sizes = list(map(checked_sizes, candidates))
     # Where rules name an axis that a mesh lacks, one device along it is what is meant.
-    all_axes = dict.fromkeys([axis for mesh in (plan.axis_sizes, *candidates) for axis in mesh], 1)
-    full = [{**mesh, **{axis: 1 for axis in all_axes if axis not in mesh}} for mesh in candidates]
+    ones = dict.fromkeys([axis for mesh in (plan.axis_sizes, *sizes) for axis in mesh], 1)
+    full = [{**mesh, **{axis: 1 for axis in ones if axis not in mesh}} for mesh in sizes]
     plans = [(plan.on_mesh(mesh), training.on(mesh)) for mesh in full]
     rows = [_sweep_row(*pair, hbm) for pair in plans]
     heads = few_heads_notes(on_mesh for on_mesh, _ in plans)
