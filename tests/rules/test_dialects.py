@@ -144,6 +144,11 @@ def test_generated_trees(peer, rules, tree, min_size, strict):
     assert ours == theirs
 
 
+def test_a_small_leaf_needs_no_rule_in_spectrax():
+    for match in PEERS["Spectrax"]:
+        assert match([], {"a": array(3)}, 4, True) == {"a": P()}
+
+
 @pytest.fixture(scope="module")
 def keras(tmp_path_factory):
     os.environ.setdefault("KERAS_BACKEND", "jax")

@@ -221,9 +221,11 @@ def test_logical_rules():
     rules = sr.LogicalRules(
         [("kv_heads", "tp"), ("mlp", ("fsdp", "tp")), ("embed", "fsdp"), ("norm", None), ("x", P.UNCONSTRAINED)],
         sr.dialects.MAXTEXT,
+        optional_axes=["tp", "fsdp"],
     )  # fmt: skip
     split = rules.with_axes(PARTS)
     assert split.dialect == rules.dialect
+    assert split.optional_axes == ("kv", "rep", "fsdp")
     assert tuple(split) == (
         ("kv_heads", ("kv", "rep")),
         ("mlp", ("fsdp", "kv", "rep")),
