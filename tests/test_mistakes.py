@@ -196,6 +196,7 @@ MISTAKES = {
     "traced too narrow": (lambda: sr.trace(train, PLAN, NARROW), "(100,)", "(512,)", "1: bfloat16[8, 100]"),
     "traced a value": (lambda: sr.trace(lambda p, x: int(x.sum()), PLAN, X), "Abstract tracer value", "1: bfloat16[8, 512]"),
     "traced on sizes": (lambda: sr.trace(train, PLAN, X, on="fsdp=2"), "'fsdp=2'", "give a name such as 'v5p:8x8x8'"),
+    "an argument's path": (lambda: STEP.explain("embd"), "'embd'", "near it: inputs/0/embed"),
     "a sweep of a slice": (lambda: PLAN.sweep(devices="v5p:8x8"), "'v5p:8x8'", "'v5p:4x4x4'"),
     "devices as text": (lambda: PLAN.sweep(devices="512"), "'512'", "'v5p:8x8x8'"),
     "a misspelt axis to sweep": (lambda: PLAN.sweep(devices=8, axes=["fsdp", "ttp"]), "'ttp'", "did you mean 'tp'"),

@@ -56,10 +56,8 @@ def _section(command: click.Command, shared: list[str]) -> str:
     rows = [row for row in map(_row, command.params) if row not in shared]
     others = [_name(each) for each in command.params if _row(each) in shared]
     example = command.epilog.removeprefix("Example: ")
-    beside = ", beside" if rows else ":"
-    about = f"{' '.join(command.help.split())} Options{beside} {', '.join(others)}"
-    lines = [f"{about}:", "", *_table(rows)] if rows else [f"{about}."]
-    return "\n".join([f"## {command.name}", "", f"`{example}`", "", *lines, ""])
+    about = f"{' '.join(command.help.split())} Options, beside {', '.join(others)}:"
+    return "\n".join([f"## {command.name}", "", f"`{example}`", "", about, "", *_table(rows), ""])
 
 
 def _table(rows: list[str]) -> list[str]:

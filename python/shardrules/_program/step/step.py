@@ -10,11 +10,13 @@ from itertools import compress
 from operator import not_
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
+from shardrules._base.arguments import check_type
 from shardrules._base.io import collector_paused
 from shardrules._base.text import (
     and_more,
     answer,
     mesh_shown,
+    near_shown,
     printable_lines,
     record,
 )
@@ -61,6 +63,8 @@ class DimensionClass(NamedTuple):
     size: int
     arrays: tuple[tuple[str, int], ...]
     """(path, dimension) of each argument that has them."""
+    contracted: tuple[str, ...]
+    """Lines of the products that sum over them."""
 
 
 @record
@@ -140,9 +144,13 @@ class Step:
     @cached_property
     def dimensions(self) -> tuple[DimensionClass, ...]:
         """Classes of dimensions that must be sharded alike, of which arguments have some."""
+        roles = self._roles
         rows = [
             DimensionClass(
-                self._roles.of.get(name, ""), self._equations.dims.sizes[name], tuple(arrays)
+                roles.of.get(name, ""),
+                self._equations.dims.sizes[name],
+                tuple(arrays),
+                tuple(roles.contracted.get(name, ())),
             )
             for name, arrays in self._arrays_of.items()
         ]
@@ -181,6 +189,41 @@ class Step:
         flags = () if self._call is None else self._call.params.get("donated_invars", ())
         inputs = self._equations.body.inputs
         return list(compress(inputs, flags)) if len(flags) == len(inputs) else []
+
+    def explain(self, path: str) -> str:
+        """Say of each dimension of an argument what the step does with it.
+
+        Args:
+            path: Of an array, such as "inputs/0/layers/up", or its end, such as "layers/up".
+
+        Raises:
+            KeyError: There is no such array; the message lists near paths.
+        """
+        check_type("path", path, str, "a text, such as 'inputs/0/layers/up'")
+        ends = [i for i, name in enumerate(self._paths) if name.endswith(f"/{path}")]
+        rows = [i for i, name in enumerate(self._paths) if name == path] or ends
+        if len(rows) != 1:
+            why = "is in several arguments" if rows else "is no argument's"
+            raise KeyError(f"the path {path!r} {why}{near_shown(path, self._paths)}")
+        (row,) = rows
+        equations = self._equations
+        value = equations.values[equations.body.inputs[row]]
+        dtype = getattr(value.dtype, "name", value.dtype)
+        lines = [f"{self._paths[row]} {dtype}{list(value.shape)}"]
+        for place, (size, dim) in enumerate(zip(value.shape, value.dims, strict=True)):
+            lines += self._dimension_lines(place, size, equations.dims.classes(dim))
+        return printable_lines(lines)
+
+    def _dimension_lines(self, place: int, size: int, classes: Iterable[int]) -> Iterator[str]:
+        roles, sizes = self._roles, self._equations.dims.sizes
+        names = {c: f"{roles.of.get(c, '') or 'no role'} {sizes[c]:,}" for c in classes}
+        yield f"  dimension {place}, {size:,}: {' x '.join(names.values()) or 'one element'}"
+        for name, text in names.items():
+            lines = [*roles.contracted.get(name, ())]
+            part = f"{text} " if len(names) > 1 else ""
+            for line in lines[:_ARRAYS_SHOWN]:
+                yield f"    {part}summed over at {line}"
+            yield from (f"    {text}" for text in and_more(len(lines), _ARRAYS_SHOWN, "line"))
 
     def __str__(self) -> str:
         rows = self.work
@@ -229,8 +272,11 @@ def trace(step: Any, *args: Any, on: Topology | Mesh | None = None) -> Step:
         >>> tree = {"w": jax.ShapeDtypeStruct((64, 256), "float32")}
         >>> plan = sr.plan(tree, [("w", ("fsdp", "tp"))], {"fsdp": 2, "tp": 4})
         >>> x = jax.ShapeDtypeStruct((8, 64), "float32")
-        >>> sr.trace(lambda params, x: x @ params["w"], plan, x).flops
-        262144
+        >>> print(sr.trace(lambda params, x: x @ params["w"], plan, x).explain("w"))
+        inputs/0/w float32[64, 256]
+          dimension 0, 64: hidden 64
+            summed over at <doctest shardrules._program.step.step.trace[4]>:1
+          dimension 1, 256: no role 256
     """
     import jax
 
@@ -325,8 +371,8 @@ class Roles:
         self.of_weights = Counter(self._classes_of(weights))
         self._of_data = [list(self._dims_of(number)) for number in data]
         self.of: dict[int, ClassRole] = {}
-        self._contracted: set[int] = set()
-        """Classes over which products sum."""
+        self.contracted: dict[int, dict[str, None]] = {}
+        """The lines of the products that sum over each class."""
         self._name_stacks()
         for operation, _ in equations.everything():
             self._see(operation)
@@ -388,7 +434,8 @@ class Roles:
         summed = [c for dim in sum_dims for c in rows[dim]]
         batch = [c for dim in batch_dims for c in rows[dim]]
         free = [c for row in (*rows, *others) for c in row if c not in (*summed, *batch)]
-        self._contracted.update(summed)
+        for name in summed:
+            self.contracted.setdefault(name, {})[operation.line] = None
         if first in self.weights or second in self.weights:
             self._name(self._of_weights_in(batch), "experts")
             return
@@ -452,6 +499,6 @@ class Roles:
         of_data = Counter(c for array in self._of_data for classes in array for c in classes)
         rest = [c for c in self.of_weights if c not in self.of]
         rest.sort(key=lambda c: (self.of_weights[c], of_data[c]), reverse=True)
-        if rest and self.of_weights[rest[0]] > 1 and rest[0] in self._contracted:
+        if rest and self.of_weights[rest[0]] > 1 and rest[0] in self.contracted:
             self._name([rest.pop(0)], "model width")
-        self._name((c for c in rest if c in self._contracted), "hidden")
+        self._name((c for c in rest if c in self.contracted), "hidden")
