@@ -261,7 +261,7 @@ def main(
     run_sharded, run_whole = (_runner(program, results) for program in (sharded, single))
     # Sums of positive values hide what is not linear, and roots of others are no numbers.
     for is_positive in (False, True):
-        values = _values(arguments, is_positive=is_positive)
+        values = _argument_values(arguments, is_positive=is_positive)
         variants = [values, *(_moved_by_rounding(values, rounding, seed) for seed in (1, 2))]
         expected = [run_whole(each) for each in variants]
         if all(jnp.isfinite(array).all() for array in expected[0] if _is_inexact(array)):
@@ -291,7 +291,7 @@ def _runner(program: _Program, results: Sequence[_Form]) -> Callable[[list[Any]]
     return run
 
 
-def _values(arguments: Sequence[_Argument], *, is_positive: bool) -> list[Any]:
+def _argument_values(arguments: Sequence[_Argument], *, is_positive: bool) -> list[Any]:
     """Return the values of arguments: as they are given, or random, and the same at each call.
 
     Sums of random floats are small; random integers are tokens, counts of steps, or of keys.
