@@ -291,7 +291,7 @@ def _answered(row: StepSweepRow, compiler: AskedProof) -> StepSweepRow:
     try:
         proof = compiler.proof()
     except OutOfMemory as refusal:
-        return row._replace(peak=refusal.required, fits=False, why=_alive(refusal.buffers))
+        return row._replace(peak=refusal.required, fits=False, why=_largest_shown(refusal.buffers))
     except Exception as error:
         return row._replace(why=_said(error))
     sent: Counter[str] = Counter()
@@ -303,7 +303,7 @@ def _answered(row: StepSweepRow, compiler: AskedProof) -> StepSweepRow:
         fits=proof.fits,
         sent=dict(sent.most_common()),
         time=proof.time,
-        why=_alive(memory.buffers) if memory and proof.fits is False else "",
+        why=_largest_shown(memory.buffers) if memory and proof.fits is False else "",
     )
 
 
@@ -312,7 +312,7 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _alive(buffers: Sequence[Buffer]) -> str:
+def _largest_shown(buffers: Sequence[Buffer]) -> str:
     """Return the largest array of what does not fit, and its line."""
     if not buffers:
         return "XLA does not say for which arrays"
