@@ -344,8 +344,8 @@ def test_neither_child_nor_folder_is_left_when_the_parent_ends(temporary, call, 
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT,
     )  # fmt: skip
     process.stdout.readline()
-    until, begun = time.monotonic() + 60, Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    while not begun.read_text() and time.monotonic() < until:
+    until = time.monotonic() + 60
+    while not list(temporary.glob("*/request")) and time.monotonic() < until:
         time.sleep(0.01)
     (folder,) = temporary.iterdir()
     assert folder.stat().st_mode & 0o077 == 0
@@ -399,6 +399,31 @@ def test_a_compiler_that_fails_is_told(code, temporary, tmp_path_factory, monkey
     with pytest.raises(error, match=match):
         proved()
     assert list(temporary.iterdir()) == []
+
+
+def test_a_full_disk_is_told(temporary, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device", "module.bc")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        proved()
+    monkeypatch.undo()
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_child_whose_pipe_is_closed_ends_though_its_parent_lives(temporary, tmp_path_factory):
+    """As on Windows, where the number of a parent that is gone stays."""
+    modules = tmp_path_factory.mktemp("modules")
+    (modules / "sleeps.py").write_text("import time\ndef main(folder): time.sleep(60)")
+    asked = compiler.Child("sleeps", os.environ | {"PYTHONPATH": str(modules)})
+    asked._process.stdin.close()
+    until = time.monotonic() + 30
+    while asked.folder.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    is_left = asked.folder.exists()
+    asked.close()
+    assert not is_left
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="JAX 0.7 lowers Explicit axes for devices alone")

@@ -1,8 +1,8 @@
 """Runs what its parent asks for, and ends with it: the process of `compiler.Child`.
 
-It runs by its file, `python -P child.py FOLDER PARENT`. Its input names the module whose `main`
-does it. An error is then in FOLDER/error.txt; the folder goes when the parent does. Its own `main`
-compiles a module until XLA has written what it makes of it to FOLDER/dump.
+It runs by its file, `python -P child.py FOLDER PARENT`: FOLDER/request names the module whose
+`main` does it. An error is then in FOLDER/error.txt; the folder goes when the parent does. Its own
+`main` compiles a module until XLA has written what it makes of it to FOLDER/dump.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ _PAUSE = 0.01
 def serve(folder: Path, parent: int) -> NoReturn:
     """Run what the parent asks for."""
     threading.Thread(target=end_with_parent, args=(folder, parent), daemon=True).start()
-    try:
-        path, module, request = marshal.load(sys.stdin.buffer)
-    except EOFError:  # it has ended meanwhile
-        end_with_parent(folder, parent)
+    while not (folder / "request").exists():
+        time.sleep(_PAUSE)
+    path, module, request = marshal.loads((folder / "request").read_bytes())
     # Where the parent has its packages, behind the standard library.
     packages = ("site-packages", "dist-packages")
     first = [i for i, name in enumerate(sys.path) if name.endswith(packages)]
@@ -53,9 +52,17 @@ def serve(folder: Path, parent: int) -> NoReturn:
 
 
 def end_with_parent(folder: Path, parent: int) -> NoReturn:
-    """End this process, and remove its folder, when the parent is gone."""
-    while os.getppid() == parent:
-        time.sleep(_PAUSE)
+    """End this process, and remove its folder, when the parent is gone, or closes its pipe."""
+    closed = threading.Event()
+
+    def read() -> None:
+        os.read(0, 1)
+        closed.set()
+
+    # On Windows the parent's number stays; and a fork of the parent may hold the pipe open.
+    threading.Thread(target=read, daemon=True).start()
+    while not closed.wait(0.5) and os.getppid() == parent:
+        pass
     # In a new program, since XLA's threads would go on writing into the folder.
     remove = "import shutil, sys; shutil.rmtree(sys.argv[1], ignore_errors=True)"
     os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", remove, str(folder)])

@@ -77,11 +77,11 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         # An empty entry is the current folder, whichever that is by now.
         path = os.pathsep.join(filter(None, env.get("PYTHONPATH", "").split(os.pathsep)))
-        try:
+        try:  # and begin it at once: it removes the folder if this process is killed
             with open(self.folder / "stderr.txt", "wb") as stderr:
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", child.__file__, str(self.folder), str(os.getpid())],
-                    stdin=subprocess.PIPE,
+                    stdin=subprocess.PIPE,  # which closes when this process ends
                     stdout=subprocess.DEVNULL,
                     stderr=stderr,
                     # libtpu's files of log lines are among those that go with the folder.
@@ -91,9 +91,9 @@ class Child:
             # Not all of sys.path: a folder of scripts in it may have a file of any name.
             files = [sys.modules[name].__file__ for name in _PACKAGES if name in sys.modules]
             places = [str(Path(file).absolute().parents[1]) for file in files if file]
-            # If it has crashed, `error` tells how.
-            with suppress(BrokenPipeError), self._process.stdin as pipe:  # type: ignore[union-attr]
-                marshal.dump((list(dict.fromkeys(places)), module, request), pipe)
+            content = marshal.dumps((list(dict.fromkeys(places)), module, request))
+            (self.folder / "request.part").write_bytes(content)
+            (self.folder / "request.part").rename(self.folder / "request")  # there when it is whole
         except BaseException:
             self.close()
             raise
@@ -126,6 +126,8 @@ class Child:
         """End it, and remove its files."""
         if self._process is not None:
             self._process.kill()
+            with suppress(OSError):
+                self._process.stdin.close()  # type: ignore[union-attr]
             self._process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
