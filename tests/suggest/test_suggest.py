@@ -87,7 +87,9 @@ RULES = [
     ("other numbers, other specs", UNLIKE, {"tp": 4}, {},
      {"layers/3/up/kernel": ("tp",), r"layers/\d+/up/kernel": (None, "tp")}),
     ("numbers behind other numbers", {"layers": [{"args": [1.0, array(4, n, m)]} for n, m in ((64, 16), (32, 64))]},
-     {"fsdp": 4, "tp": 2}, {}, {"1/args/1": (None, "fsdp", "tp"), r"args/\d+": (None, "tp", "fsdp")}),
+     {"fsdp": 4, "tp": 2}, {}, {"layers/1/args/1": (None, "fsdp", "tp"), r"layers/\d+/args/\d+": (None, "tp", "fsdp")}),
+    ("numbers before other numbers", {"stages": [{"up": [models.kernel(64, size)] * 2} for size in (256, 250, 256)]},
+     {"tp": 4}, {}, {"stages/1/up/(0|1)/kernel": ("tp",), r"stages/\d+/up/\d+/kernel": (None, "tp")}),
     ("numbers in names are names", square("w1", "w2"), {"tp": 4}, {}, {"w1/kernel": (None, "tp"), "w2/kernel": ("tp",)}),
 ]  # fmt: skip
 

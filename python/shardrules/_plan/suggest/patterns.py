@@ -278,15 +278,18 @@ def _shortest_ends(leaves: list[_Leaf]) -> Iterator[Phrase]:
             for leaf in group:
                 words = leaf.unit.words
                 of_end[words[-length:] if length <= len(words) else (_START, *words)].append(leaf)
-            if _are_apart(of_end):
+            if _is_ready(of_end, group):
                 for end, of_this in of_end.items():
                     yield _phrase(end, of_this)
             else:
                 pending.append(group)
 
 
-def _are_apart(of_end: dict[Path, list[_Leaf]]) -> bool:
-    """Tell if these ends tell labels apart, and each says something."""
+def _is_ready(of_end: dict[Path, list[_Leaf]], leaves: list[_Leaf]) -> bool:
+    """Tell if these ends tell labels apart, and each says something.
+
+    Ends that differ only in numbers may have several labels, if their whole paths do as well.
+    """
     for end, of_this in of_end.items():
         has_several = any(leaf.label != of_this[0].label for leaf in of_this)
         if has_several and end[0] == _START:
@@ -297,7 +300,18 @@ def _are_apart(of_end: dict[Path, list[_Leaf]]) -> bool:
             )
         if has_several or _needs_word_before(end, of_this):
             return False
-    return True
+    first_leaf, *others = leaves
+    if all(leaf.label == first_leaf.label for leaf in others):
+        return True
+    if not any(leaf.label.is_numbered for leaf in leaves):
+        return True
+    length = len(next(iter(of_end)))
+    labels_of: dict[Path, set[Label]] = defaultdict(set)
+    for leaf in leaves:
+        for part in leaf.unit.numbered():
+            labels_of[part.words[-length:]].add(leaf.label)
+    are_apart = all(len(labels) == 1 for labels in labels_of.values())
+    return are_apart and all(leaf.opened == first_leaf.opened for leaf in others)
 
 
 def _phrase(end: Path, leaves: list[_Leaf]) -> Phrase:
