@@ -169,11 +169,14 @@ def test_what_does_not_fit_is_one_error(checkpoint):
     del own["lm_head.weight"]
     own["model.norm.weight"] = jax.ShapeDtypeStruct((31,), "bfloat16")
     own["model.embed_tokens.weight"] = jax.ShapeDtypeStruct((64, 32), "int32")
+    own["output.weight"] = jax.ShapeDtypeStruct((64, 32), "bfloat16")
     own |= {f"extra.{i}.w": jax.ShapeDtypeStruct((3,), "float32") for i in range(30)}
     with pytest.raises(sr.FileError) as info:
         sr.load(checkpoint, P(), mesh_of(), tree=own)
     text = str(info.value)
-    assert "33 problems with the arrays" in text
+    assert "34 problems with the arrays" in text
+    tied = "Rename('model.embed_tokens.weight', 'output.weight', shared=True)"
+    assert f"[64, 32]; if model.embed_tokens.weight is it, too: {tied}" in text
     assert "extra.{0..29}.w: missing: the tree wants float32[3]" in text
     assert "model.norm.weight: unlike the tree, which wants bfloat16[31]: the array is bfloat16[32]" in text
     assert "embed_tokens.weight: unlike the tree, which wants int32[64, 32]: the array is bfloat16[64, 32]" in text
