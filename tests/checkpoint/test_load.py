@@ -335,6 +335,16 @@ def test_other_values_are_no_error(tmp_path, to, recwarn):
     assert not recwarn.list
 
 
+@pytest.mark.parametrize("place", [(units._Unit, "memory"), (units.Reader, "read")])
+def test_a_memory_that_is_full(checkpoint, monkeypatch, place):
+    def fail(*_):
+        raise MemoryError("Unable to allocate 64.0 MiB")
+
+    monkeypatch.setattr(*place, fail)
+    with pytest.raises(MemoryError, match="Unable to allocate 64.0 MiB.*max_bytes_in_flight"):
+        sr.load(checkpoint, RULES, mesh_of())
+
+
 @pytest.mark.parametrize("gap", [0, 100, 4096])
 def test_the_core_and_python_read_the_same(rng, tmp_path, monkeypatch, gap):
     """csrc/tests/test_files.cpp has faults."""

@@ -122,6 +122,10 @@ def fill(
         for unit in _units(jobs, reader.arrays, most_bytes):
             filling.read(unit, most_bytes)
         filling.make_room(0)
+    except MemoryError as error:
+        raise MemoryError(
+            f"{error}: the host's memory is full; give a smaller max_bytes_in_flight"
+        ) from error
     finally:
         filling.pool.shutdown(cancel_futures=True)
     return filling.arrays()
