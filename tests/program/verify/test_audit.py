@@ -131,6 +131,18 @@ def test_random_keys():
     assert sr.audit(jax.device_put(tree, plan.shardings()), plan) == ()
 
 
+def test_uneven_cuts():
+    """Abstract ones: JAX makes no such arrays."""
+    keep = sr.Correction(indivisible="keep")
+    tree = {"w": np.ones((6, 8))}
+    rows = sr.plan(tree, sr.Rules([("w", "fsdp")], correction=keep), mesh_of())
+    halves = sr.plan(tree, [("w", "tp")], mesh_of())
+    assert sr.audit(rows.abstract(), rows) == ()
+    for live, plan, size in ((halves, rows, (3 - 2) * 64), (rows, halves, 3 * 64)):
+        (found,) = sr.audit(live.abstract(), plan)
+        assert (found.kind, found.bytes) == ("sharding", size)
+
+
 # Against devices: JAX's map of devices to their parts is the oracle.
 
 ENTRIES = (None, "fsdp", "tp", ("fsdp", "tp"), ("tp", "fsdp"))

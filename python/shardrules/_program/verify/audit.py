@@ -47,6 +47,7 @@ from shardrules._plan.kinds import (
     Kind,
     axes_named,
     axes_used,
+    device_bytes,
     dtype_shown,
     is_replicated,
     placement_shown,
@@ -357,6 +358,8 @@ def _bytes_on_device(live: _Live) -> int:
     where, shape, dtype = live
     if isinstance(where, str):
         return 0
+    if isinstance(where, NamedSharding):  # an abstract one may be uneven
+        return device_bytes(shape, bits_of(dtype), where.spec, where.mesh.shape)
     return -(-prod(where.shard_shape(shape)) * bits_of(dtype) // 8)
 
 
