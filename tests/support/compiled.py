@@ -34,4 +34,4 @@ def lowered_on(mesh: Any, step: Any, *args: Any) -> Any:
 def compiled_on(step: Any, *args: Any, on: Any = None) -> Any:
     """Return what JAX compiles, for `verify` and `inspect`."""
     mesh = None if on is None else lowering.target_mesh(on, args)
-    return compile_whole(lowered_on(mesh, step, *args))
+    return compile_whole(lowered_on(mesh, step, *args), mesh)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -189,6 +190,30 @@ def test_what_a_refused_step_needs_includes_its_arguments():
     with pytest.raises(sr.OutOfMemory) as caught:
         sr.prove(lambda x: jnp.sin(y := x @ x.T) @ y, x, on=mesh)
     assert caught.value.required == pytest.approx(3 * 2**33, rel=0.01)
+
+
+@needs_libtpu
+def test_the_cache_of_jax_is_left_alone(tmp_path, monkeypatch):
+    """What is written for described devices cannot be read; and the user's own entries go on being written."""
+    settings = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0}
+    before = {name: getattr(jax.config, name) for name in settings}
+    monkeypatch.setenv("SHARDRULES_CACHE", "off")
+    sizes = []
+    try:
+        compilation_cache.reset_cache()
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        x = batch(mesh := sr.Topology("v5e:2x4").mesh(SIZES))
+        for number in range(2):
+            sr.prove(lambda x: jnp.sin(x) * 3, x, on=mesh, time=True)
+            jax.jit(lambda x: x * 7 - number).lower(jnp.ones(8)).compile()  # noqa: B023 # called at once
+            sizes.append([path.name.partition("-")[0] for path in tmp_path.glob("*-cache")].count("jit__lambda"))
+        assert {name: getattr(jax.config, name) for name in settings} == settings
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+    assert sizes == [1, 2]
 
 
 @needs_libtpu

@@ -21,6 +21,7 @@ import tempfile
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 
@@ -248,12 +249,17 @@ def is_of_cpus(mesh: Any) -> bool:
     return not has_devices(mesh) or mesh.devices.flat[0].platform == "cpu"
 
 
-def compile_whole(lowered: Any) -> Compiled:
+def compile_whole(lowered: Any, mesh: Any) -> Compiled:
     """Compile a lowered step to its end in this process, as it will run.
 
     Raises:
         OutOfMemory: It does not fit.
     """
+    config: Any = jax.config
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before, is_described = getattr(config, name), topology_of(mesh) is not None
+    if is_described:  # of which JAX can write its cache, and cannot read it
+        config.update(name, inf)
     try:
         return lowered.compile()  # type: ignore[no-any-return]
     except Exception as error:
@@ -261,6 +267,9 @@ def compile_whole(lowered: Any) -> Compiled:
             raise OutOfMemory(*numbers, ()) from None
         error.add_note(_NOTE)
         raise
+    finally:
+        if is_described:
+            config.update(name, before)
 
 
 def compile_or_read(lowered: Any, mesh: Any) -> tuple[str, Compiled | None]:
@@ -280,7 +289,7 @@ def compile_or_read(lowered: Any, mesh: Any) -> tuple[str, Compiled | None]:
             text = gzip.decompress(path.read_bytes()).decode()
             check_hlo(text)
             return text, None
-    compiled = compile_whole(lowered)
+    compiled = compile_whole(lowered, mesh)
     text = getattr(compiled, "compiled", compiled).as_text() or ""
     if path is not None:
         with suppress(OSError):  # such as no room, or no right to write
