@@ -210,6 +210,19 @@ def summed_late(mesh: Any) -> Any:
     return of_arrays(mesh, layer, ((8, 64), "float32", "fsdp", "tp"), ((64, 64), "float32", "tp"))
 
 
+def clipped(mesh: Any) -> Any:
+    """Gradients that are clipped by a local norm: those of values whose sums cancel are too small for that."""
+
+    def updated(w: Any, x: Any) -> Any:
+        grads = jax.grad(lambda w: (jax.nn.relu(x @ w) ** 2).sum() / x.size)(w)
+        grads = lax.pmean(grads, "fsdp")
+        return w - 0.1 * grads * jnp.minimum(1, 0.02 / jnp.linalg.norm(grads))
+
+    specs = (P(None, "tp"), P("fsdp"))
+    step = jax.shard_map(updated, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+    return of_arrays(mesh, step, ((64, 64), "float32", None, "tp"), ((64, 64), "float32", "fsdp"))
+
+
 def without_its_first_row(x: Any) -> Any:
     """A mean of rows without the first, of which a device has none."""
     return x[1:].sum(0, keepdims=True) / (len(x) - 1) + 0 * x
@@ -227,6 +240,8 @@ SLOW = partial(scaled, call=lambda x: x - 1e-3 * x.astype("bfloat16").sum(0).ast
 ROWS = np.full((8, 8), 11, "float32")
 REPORTED = {
     "sums behind what is not linear": (summed_late, {}, "error[unequal]"),
+    "sums of positive values": (partial(scaled, call=lambda x: x * jnp.where(x.min() > 0, x.sum(), 1)), {}, "error[unequal]"),
+    "a norm of what a device has, that limits what is large": (clipped, {}, "error[unequal]"),
     "roots of variances": (lambda mesh: of_arrays(mesh, lambda a, b: (a + 0, jnp.sqrt(b)), FLOATS, FLOATS), {}, ""),
     "complex": (lambda mesh: of_arrays(mesh, lambda x: (x @ x, x.real), ((8, 8), "complex64", "fsdp", "tp")), {}, ""),
     "complex, other": (partial(scaled, call=numbered, dtype="complex64"), {}, "error[unequal]"),
@@ -259,8 +274,8 @@ def too_large(mesh: Any) -> Any:
     return of_arrays(mesh, lambda x: jnp.broadcast_to(x, (2**32, 2**10)) * 2, ((2**10,), "float32", "fsdp"))
 
 
-def too_many(mesh: Any) -> Any:
-    return scaled(mesh, lambda x: x, shape=(2**32, 2**10))
+def too_many(mesh: Any, dtype: str = "float32") -> Any:
+    return scaled(mesh, lambda x: x, shape=(2**32, 2**10), dtype=dtype)
 
 
 SAME_ROWS = partial(scaled, call=lambda x: x)
@@ -277,7 +292,8 @@ REFUSED = {
     "no array": (lambda mesh: (jax.jit(lambda: jnp.ones(4)), ()), None, "the step needs no array on"),
     "too large": (too_large, None, r"it needs \S+ TB, of .* let step_on take its sizes"),
     "an array": (LONG, (np.broadcast_to(np.float32(1), (2**21, 2**8)),), r"args has an array of 2\.15 GB, of at most"),
-    "arguments": (too_many, None, r"it needs \S+ TB, of .* let step_on take its sizes"),
+    "arguments": (too_many, None, r"for its arguments it needs \S+ TB, of .* let step_on take its sizes"),
+    "bytes": (partial(too_many, dtype="int8"), None, r"for its arguments it needs \S+ TB, of .* let step_on take"),
 }
 
 

@@ -89,8 +89,8 @@ def rehearse(
         rtol: The largest difference of a result that is accepted, by its largest value. Default:
             eight times what one rounding of the arguments does to it.
         args: The step's arguments with their values. Default: those that `step_on` gives as
-            arrays, and else random ones: small floats, of both signs or, if these give NaNs,
-            positive; and integers that are rows of every table.
+            arrays, and else random ones: small floats of both signs, and then positive ones, unless
+            those give NaNs, and integers that are rows of every table.
 
     Returns:
         What rounding does not explain.
@@ -129,6 +129,10 @@ def rehearse(
                 f"{what} are others, or of other shapes or dtypes; let it use the mesh for "
                 "shardings alone, and make no dimension of a device's own rows"
             )
+    # Before XLA for CPU is asked, which has been seen to crash at such sizes.
+    needed = sum(jnp.dtype(name).itemsize * prod(shape) for name, shape in sharded.arguments)
+    if missing := _missing_memory(needed):
+        raise RuntimeError(f"the step cannot be run here: for its arguments {missing}: {_SMALLER}")
     arguments, paths = list(_arguments(sharded, args)), sharded.output_paths()
     devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(target.size)}
     # With 64 bits arrays keep their dtypes, whatever those are.
@@ -259,18 +263,26 @@ def main(
     Their messages are those behind the path of the result.
     """
     run_sharded, run_whole = (_runner(program, results) for program in (sharded, single))
-    # Sums of positive values hide what is not linear, and roots of others are no numbers.
-    for is_positive in (False, True):
+    # Sums of positive values hide what is not linear, those of both signs what large values show;
+    # and roots of others are no numbers.
+    dtypes = (jnp.dtype(name) for name, _, data in arguments if data is None)
+    has_signs = any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
+    findings: list[list[Finding]] = [[] for _ in results]
+    is_compared = False
+    for is_positive in (False, True) if has_signs else (True,):
         values = _argument_values(arguments, is_positive=is_positive)
         variants = [values, *(_moved_by_rounding(values, rounding, seed) for seed in (1, 2))]
         expected = [run_whole(each) for each in variants]
-        if all(jnp.isfinite(array).all() for array in expected[0] if _is_inexact(array)):
-            break
-    rows = zip(*expected, run_sharded(values), strict=True)
-    variants.append(values)
-    findings = [
-        _unlike([*map(np.asarray, row)], variants, rtol) + _unlike_copies(row[-1]) for row in rows
-    ]
+        is_finite = all(jnp.isfinite(array).all() for array in expected[0] if _is_inexact(array))
+        if not is_finite and (is_compared or not is_positive):
+            continue  # the other values are what the step is made for
+        is_compared = True
+        rows = zip(*expected, run_sharded(values), strict=True)
+        variants.append(values)
+        for of_result, row in zip(findings, rows, strict=True):
+            if not of_result:
+                arrays = [*map(np.asarray, row)]
+                of_result.extend(_unlike(arrays, variants, rtol) + _unlike_copies(row[-1]))
     (folder / "findings.json").write_text(json.dumps(findings), "utf-8")
 
 
@@ -281,14 +293,17 @@ def _runner(program: _Program, results: Sequence[_Form]) -> Callable[[list[Any]]
     mesh = Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes))
     shapes = [shape for _, shape in results]
     run, bytes_each = run_module(CompilerInput(*compiled_from), mesh, shapes)
-    if "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):  # not of macOS and Windows
-        needed, free = (
-            bytes_each * mesh.size,
-            os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        )
-        if needed > free:
-            raise MemoryError(f"it needs {bytes_shown(needed)}, of {bytes_shown(free)}")
+    if missing := _missing_memory(bytes_each * mesh.size):
+        raise MemoryError(missing)
     return run
+
+
+def _missing_memory(needed: int) -> str:
+    """Say that so many bytes are not free; "" if they are, or if the system does not say."""
+    if "SC_AVPHYS_PAGES" not in getattr(os, "sysconf_names", {}):  # macOS, Windows
+        return ""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return f"it needs {bytes_shown(needed)}, of {bytes_shown(free)}" if needed > free else ""
 
 
 def _argument_values(arguments: Sequence[_Argument], *, is_positive: bool) -> list[Any]:
