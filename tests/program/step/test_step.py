@@ -83,6 +83,13 @@ def test_roles_of_a_decoder_come_from_what_it_does():
     assert not step.unmodelled
 
 
+@pytest.mark.parametrize("pad", [lambda e: e.at[0].set(0.0), lambda e: (8 * e).at[0].set(0.0)])
+def test_a_table_in_which_a_row_is_set_to_zero_is_no_state(pad):
+    loss = lambda params, tokens: jnp.mean((pad(params["embed"])[tokens] @ params["up"]) ** 2)  # noqa: E731
+    step = sr.trace(jax.grad(loss), {"embed": shape(96, 16), "up": shape(16, 24)}, shape(8, 12, dtype="int32"))
+    assert [roles(step)["inputs/0/embed", dim] for dim in (0, 1)] == ["vocabulary", "model width"]
+
+
 def test_experts_are_those_that_kernels_are_apart_for():
     def moe(params, x):
         chances = jax.nn.softmax(x @ params["a"])

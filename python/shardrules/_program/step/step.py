@@ -349,12 +349,41 @@ def weight_arrays(equations: Equations, weights: Iterable[int]) -> dict[int, int
 
 
 def written_arrays(equations: Equations, arrays: Iterable[int]) -> set[int]:
-    """Return which of these arrays the step writes into, as caches: they are state, no weights."""
+    """Return which of these arrays come back, as caches, with what is written into them: state.
+
+    A row of a table that is set to zero before it is looked up in does not come back.
+    """
     sources = weight_arrays(equations, arrays)
-    written = (
-        row.inputs[0] for row, _ in equations.everything() if row.name in _WRITES and row.inputs
-    )
-    return {sources[number] for number in written if number in sources}
+    writes = [
+        (row.inputs[0], row.outputs)
+        for row, _ in equations.everything()
+        if row.name in _WRITES and row.inputs
+    ]
+    returned = returned_arrays(equations)
+    return {
+        sources[before]
+        for before, after in writes
+        if before in sources and not returned.isdisjoint(after)
+    }
+
+
+def returned_arrays(equations: Equations) -> set[int | None]:
+    """Return the results of a step, and the arrays that these are made of element by element."""
+    made_of: defaultdict[int | None, list[int | None]] = defaultdict(list)
+    for operation, _ in equations.everything():
+        for body in operation.bodies:
+            for output, result, _ in operation.results(body):
+                made_of[output].append(result)
+        for output in operation.outputs if operation.rule and not operation.rule.summed else ():
+            made_of[output] += operation.inputs
+    returned: set[int | None] = set()
+    pending: list[int | None] = [*equations.body.outputs]
+    while pending:
+        number = pending.pop()
+        if number not in returned:
+            returned.add(number)
+            pending += made_of[number]
+    return returned
 
 
 class Roles:
