@@ -269,6 +269,8 @@ MISTAKES = {
     "axes in one text": (lambda: sr.plan(TREE, [("wq", "fsdp,tp"), (".*", ())], SIZES).specs(), "'fsdp,tp'", "did you mean 'fsdp'?"),
     "a glob": (lambda: sr.Rules([("*kernel", ("fsdp",))]), "not globs", "write '.*kernel'"),
     "a moment's axis": (lambda: PLAN.for_optimizer({"mu": TREE}, zero1="data"), "'data'", "{'fsdp': 2, 'tp': 4}"),
+    "a spec that no lock holds": (lambda: sr.plan(TREE, P(P.UNCONSTRAINED), SIZES).lock(), "P(UNCONSTRAINED", "a file cannot hold", "write None for UNCONSTRAINED"),
+    "logical axes that no lock holds": (lambda: sr.plan({"w": X}, sr.LogicalRules([("embed", P.UNCONSTRAINED)]), SIZES, names={"w": ("b", "c")}).lock(), "UNCONSTRAINED", "a file cannot hold", "write None for it"),
     "a lock to compare with": (lambda: PLAN.diff("plan.lock"), "'plan.lock'", "Plan.from_lock(path)"),
     "LORA in a list": (lambda: sr.plan(TREE, RULES, SIZES, companions=[sr.LORA]), "companions[0]", "those of shardrules.LORA"),
     "a file of hardware by name": (lambda: sr.solve(STEP, SIZES, hardware="my.toml"), "'my.toml'", "a shardrules.Hardware"),

@@ -314,7 +314,8 @@ def spec_data(spec: Any) -> Any:
     entries = plain_entries(spec)
     if tags_of(spec) or any(map(is_unconstrained, entries)):
         raise ValueError(
-            f"a file cannot hold {spec_shown(spec)}: it has axes, None and lists of axes alone"
+            f"a file cannot hold {spec_shown(spec)}: write None for UNCONSTRAINED, and leave "
+            "unreduced and reduced axes out"
         )
     return [axes[0] if len(axes) == 1 else list(axes) for axes in map(entry_axes, entries)]
 
@@ -368,4 +369,6 @@ def name_data(name: Any) -> Any:
         return name
     if isinstance(name, tuple):
         return list(map(name_data, name))
+    if is_unconstrained(name):
+        raise ValueError("a file cannot hold UNCONSTRAINED, in rules or names: write None for it")
     raise ValueError(f"a file cannot hold the logical axis name {shown(name)}: give it a text")
