@@ -38,7 +38,7 @@ def written(path: Path, *rows) -> Path:
 @pytest.mark.parametrize("name", ["llama-3.1-405b", "easylm-llama-3.1-405b", "flax-gpt-j-6b"])
 def test_a_plan_of_files_is_that_of_the_command_line(name, rules):
     path = corpus.manifest_path(name)
-    theirs, rule_file = plan_model(str(path), (str(rules),), None, MESH)
+    theirs, rule_file, _ = plan_model(str(path), (str(rules),), None, MESH)
     read = sr.read_rules(rules)
     ours = sr.plan(sr.read_model(path), read.rules, MESH)
     assert ours.fingerprint() == theirs.fingerprint()

@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 def plan_model(
     source: str, rule_files: tuple[str, ...], dialect: Any, mesh: dict[str, int],
     optional_axes: tuple[str, ...] = (),
-) -> tuple[Plan, RuleFile]:  # fmt: skip
-    """Plan a model by the rules of files, which are returned too; notes go to stderr."""
+) -> tuple[Plan, RuleFile, str]:  # fmt: skip
+    """Return (the plan of a model, what the files have of rules, its name); notes go to stderr."""
     with working(f"reading {source}"):
         file = read_rule_source(rule_files, dialect)
         rules: Any = file.rules
         if optional_axes:
             rules = type(rules)(rules, optional_axes=rules.optional_axes + optional_axes)
-        _, tree, names = read_tree(source, file.rules.dialect)
+        name, tree, names = read_tree(source, file.rules.dialect)
         of_model = plan(tree, rules, mesh, companions=file.companions, names=names)
     for unread in file.unread:
         hint(f"note: these rules are not read: {unread}")
-    return of_model, file
+    return of_model, file, name
 
 
 def read_tree(source: str, dialect: Any) -> tuple[str, Any, Any]:

@@ -73,7 +73,7 @@ def check(
 
     if (gradients or optimizer) and hbm is None and not budget:
         raise ValueError("--gradients and --optimizer are counted for --hbm or --budget: give one")
-    plan, rule_file = sources.plan_model(model, rules, dialect, mesh, optional_axes)
+    plan, rule_file, _ = sources.plan_model(model, rules, dialect, mesh, optional_axes)
     of_options = Declared(replicated=replicated, data_axes=data_axes)
     declared = all_declared(rule_file.declared, of_options)
     findings = plan.check(**declared, large=large, head_dim=head_dim, levels=level)

@@ -55,7 +55,7 @@ def diff(
     if second is None:
         if not rules:
             raise FileError(f"{model}: give its --rules; the name of a lock ends with .lock")
-        second, _ = plan_model(model, rules, dialect, mesh or first.axis_sizes)
+        second, *_ = plan_model(model, rules, dialect, mesh or first.axis_sizes)
     elif rules or dialect or mesh:
         raise ValueError("a lock has its own rules and mesh: leave out --rules and --mesh")
     differences = first.diff(second)

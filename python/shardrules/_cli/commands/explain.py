@@ -20,5 +20,5 @@ def explain(
     """Explain the spec of one array: the rules that match it, and each correction."""
     from shardrules._cli.sources import plan_model
 
-    plan, _ = plan_model(model, rules, dialect, mesh)
+    plan, *_ = plan_model(model, rules, dialect, mesh)
     print(plan.explain(path))

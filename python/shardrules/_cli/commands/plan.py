@@ -33,11 +33,11 @@ def plan(
     from shardrules._plan.report import heading, plan_json, plan_table
 
     sources.check_targets({"--lock": lock, "--html": html}, (model, *rules))
-    model_plan, rule_file = sources.plan_model(model, rules, dialect, mesh)
+    model_plan, rule_file, name = sources.plan_model(model, rules, dialect, mesh)
     counted = {"gradients": gradients, "optimizer": optimizer}
     size = model_plan.bytes_per_device(**counted)
     # Made before anything is written: a failure leaves no file behind.
-    page = html and _page(model_plan, rule_file.declared, title=model, hbm=hbm, **counted)
+    page = html and _page(model_plan, rule_file.declared, title=name, hbm=hbm, **counted)
     if lock:
         model_plan.lock(lock)
     if html and page:

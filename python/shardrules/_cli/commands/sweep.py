@@ -88,7 +88,7 @@ def sweep(
         has_one = any(row.fits or (row.fits is None and row.peak) for row in programs)
         return 0 if has_one else 1
     first = mesh[0] if mesh else dict.fromkeys(axes or (), 1)
-    plan, _ = sources.plan_model(model, rules, dialect, first)
+    plan, *_ = sources.plan_model(model, rules, dialect, first)
     with process.working("trying meshes"):
         rows = plan.sweep(
             mesh or None, devices=where, axes=axes or None, gradients=gradients,
