@@ -126,7 +126,7 @@ def suggest(
         over = default if axes is None else strings("axes", axes)
         # Rules that use all axes, whatever their sizes will be.
         on_any = bare.with_rules(Rules((), dialect)).on_mesh(dict.fromkeys(over, 2))
-        on_any = bare.with_rules(draft(on_any, units).rules)
+        on_any = on_any.with_rules(draft(on_any, units).rules)
         best, *_ = on_any.sweep(devices=devices, axes=over)
         bare = bare.on_mesh(best.mesh)
     uses = uses_of(bare.axis_sizes)
