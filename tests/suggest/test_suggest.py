@@ -48,6 +48,11 @@ def square(*names):
     return {f"b{i}": {name: models.kernel(64, 64) for name in names} for i in range(9)}
 
 
+def lora(rows, columns, rank=16):
+    """A kernel with its factors beside it."""
+    return {**models.kernel(rows, columns), "lora_a": array(rows, rank), "lora_b": array(rank, columns)}
+
+
 BARE = {f"b{i}": {"x": models.kernel(64, 256), "y": models.kernel(256, 64), "z": array(64)} for i in range(8)}
 LORA = models.llama(lora=16)
 UNLIKE = {"layers": {str(i): {"up": models.kernel(64, 250 if i == 3 else 256), "norm": array(64)} for i in range(12)}}
@@ -77,6 +82,8 @@ RULES = [
         "/mlp/experts/(gate_up|down)_proj$": ("ep", "fsdp", "tp"), "self_attn/(q|k|v)_proj/weight": ("tp", ("fsdp", "ep"))}),
     ("LoRA and the optimizer's state", {"params": LORA, "opt_state": [{"mu": LORA, "nu": LORA}]}, MESH, {},
      {"self_attn/(q|k|v)_proj/kernel": ("fsdp", "tp")}),
+    ("the rank of LoRA is whole", {"mlp": {"up": lora(1024, 4096), "down": lora(4096, 1024)}, "norm": array(1024)}, {"fsdp": 8}, {},
+     {"up/(kernel|lora_a)": ("fsdp",), "down/kernel": (None, "fsdp"), "down/lora_a": ("fsdp",), "lora_b": (None, "fsdp")}),
     ("axes by their names", models.llama(), {"data": 2, "model": 4, "seq": 2}, {}, {"mlp/down_proj/kernel": ("model",)}),
     ("data alone", models.llama(), {"data": 8}, {}, {"mlp/down_proj/kernel": (None, "data")}),
     ("a strange axis", models.llama(), {"x": 8}, {}, {"mlp/down_proj/kernel": (None, "x")}),
@@ -87,7 +94,7 @@ RULES = [
     ("other numbers, other specs", UNLIKE, {"tp": 4}, {},
      {"layers/3/up/kernel": ("tp",), r"layers/\d+/up/kernel": (None, "tp")}),
     ("numbers behind other numbers", {"layers": [{"args": [1.0, array(4, n, m)]} for n, m in ((64, 16), (32, 64))]},
-     {"fsdp": 4, "tp": 2}, {}, {"layers/1/args/1": (None, "fsdp", "tp"), r"layers/\d+/args/\d+": (None, "tp", "fsdp")}),
+     {"fsdp": 4, "tp": 2}, {}, {"layers/1/args/1": (None, "fsdp", "tp"), r"layers/\d+/args/\d+": (None, ("fsdp", "tp"))}),
     ("numbers before other numbers", {"stages": [{"up": [models.kernel(64, size)] * 2} for size in (256, 250, 256)]},
      {"tp": 4}, {}, {"stages/1/up/(0|1)/kernel": ("tp",), r"stages/\d+/up/\d+/kernel": (None, "tp")}),
     ("numbers in names are names", square("w1", "w2"), {"tp": 4}, {}, {"w1/kernel": (None, "tp"), "w2/kernel": ("tp",)}),
@@ -196,7 +203,7 @@ def test_patterns_are_as_the_dialect_writes_them():
 
 @pytest.mark.parametrize(
     ("model", "axes", "mesh"),
-    [(models.llama(), ("fsdp", "tp"), ["fsdp", "tp"]), (models.gpt_oss(), None, ["fsdp", "tp", "ep"])],
+    [(models.llama(), ("fsdp", "tp"), ["fsdp", "tp"]), (models.gpt_oss(), None, ["fsdp", "tp", "ep"]), (models.llama(), ("x",), ["x"])],
 )
 def test_the_mesh_is_chosen_by_a_sweep(model, axes, mesh):
     found = sr.suggest(model, devices=16, axes=axes)

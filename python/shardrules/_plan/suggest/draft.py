@@ -92,6 +92,9 @@ def _label_of(unit: Unit, cuts: Cuts) -> Label:
 
 # The share of the fewest bytes that comfort may cost in all.
 SLACK: Final = 0.008
+# A part of fewer elements, such as of LoRA's rank, is hardly worth what it sends.
+_FEW_ELEMENTS: Final = 8
+_COUNTED: Final = ("experts", "heads", "layers")
 # Discomfort of sharding a side by an axis; sides that are not there are not sharded.
 _DISCOMFORT: Final[dict[AxisUse, dict[Side, int]]] = {
     # Gathered whole before use: any side will do. Few and large parts are the residual side's.
@@ -182,6 +185,10 @@ def _layouts(
             _DISCOMFORT[uses[axis]][side]
             for side, axes in zip(dims.sides, cuts, strict=True)
             for axis in axes
+        )
+        discomfort += 2 * sum(
+            count > 1 and size // count < _FEW_ELEMENTS and side not in _COUNTED
+            for size, count, side in zip(shape, counts, dims.sides, strict=True)
         )
         yield _Layout(1 / prod(counts), discomfort, cuts)
 
