@@ -77,7 +77,7 @@ def test_few_clean_rules_hold_nearly_the_fewest_bytes(model, mesh):
     held, fewest = found.plan.bytes_per_device().max, least(model, mesh)
     assert held <= 1.01 * least(model, mesh, spares=True)
     assert held <= 1.02 * fewest
-    assert len(found.rules) <= 16
+    assert len(found.rules) <= 19
     assert not found.plan.check(**found.declared).at_least("warning")
     assert not found.warnings
     # Without what it declares: nothing large is replicated but what tensor axes are kept from.
