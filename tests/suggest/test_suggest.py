@@ -203,7 +203,11 @@ def test_patterns_are_as_the_dialect_writes_them():
 
 @pytest.mark.parametrize(
     ("model", "axes", "mesh"),
-    [(models.llama(), ("fsdp", "tp"), ["fsdp", "tp"]), (models.gpt_oss(), None, ["fsdp", "tp", "ep"]), (models.llama(), ("x",), ["x"])],
+    [
+        (models.llama(), ("fsdp", "tp"), ["fsdp", "tp"]),
+        (models.gpt_oss(), None, ["fsdp", "tp", "ep"]),
+        (models.llama(), ("x",), ["x"]),
+    ],
 )
 def test_the_mesh_is_chosen_by_a_sweep(model, axes, mesh):
     found = sr.suggest(model, devices=16, axes=axes)
