@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from math import gcd, prod
 from typing import Any, Final
 
@@ -115,6 +115,12 @@ def rule_of(eqn: Any, iota_columns: IotaColumns | None = None) -> Rule | None:
 def shape_of(var: Any) -> Shape:
     """Return the shape of a variable; () for a token or another value without one."""
     return tuple(getattr(var.aval, "shape", ()))
+
+
+@lru_cache(maxsize=4096)
+def _elementwise(shapes: tuple[Shape, ...], results: tuple[Shape, ...]) -> Rule:
+    """Return the rule of most operations of a step, which have the shapes of few."""
+    return _alike(Rule({}, [*shapes], [*results]), results[0])
 
 
 def _alike(op: Rule, shape: Shape, whole: Iterable[int] = ()) -> Rule:
@@ -430,7 +436,7 @@ _BY_NAME: Final[dict[str, Callable[[Rule], Rule]]] = {
     clamp convert_element_type integer_pow square one_minus_square nextafter real imag
     complex conj population_count clz threefry2x32 mulhi regularized_incomplete_beta igamma igammac
     igamma_grad_a random_gamma polygamma zeta to_edtype from_edtype tie
-    reciprocal""": lambda op: _alike(op, op.result_shapes[0]),
+    reciprocal""": lambda op: _elementwise(tuple(op.shapes), tuple(op.result_shapes)),
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
     "reshape": _reshape,

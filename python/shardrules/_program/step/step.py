@@ -357,13 +357,13 @@ def written_arrays(equations: Equations, arrays: Iterable[int]) -> set[int]:
     writes = [
         (row.inputs[0], row.outputs)
         for row, _ in equations.everything()
-        if row.name in _WRITES and row.inputs
+        if row.name in _WRITES and row.inputs[0] in sources
     ]
-    returned = returned_arrays(equations)
+    returned = returned_arrays(equations) if writes else set()
     return {
         sources[before]
         for before, after in writes
-        if before in sources and not returned.isdisjoint(after)
+        if before is not None and not returned.isdisjoint(after)
     }
 
 
