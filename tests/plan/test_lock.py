@@ -311,7 +311,7 @@ class TestDiff:
 
     def test_the_mesh_alone(self):
         diff = plan_of().diff(plan_of(mesh={"dp": 1, "fsdp": 8, "tp": 1}))
-        assert (bool(diff), len(diff)) == (True, 0)
+        assert (bool(diff), len(diff), diff.columns) == (True, 0, {})
         assert "dp=2,fsdp=4,tp=2 -> dp=1,fsdp=8,tp=1" in str(diff).splitlines()[0]
         assert plan_of().diff(plan_of(mesh=dict(reversed(MESH.items()))))
 

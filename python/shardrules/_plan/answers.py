@@ -116,7 +116,7 @@ class Answer(tuple[_Row, ...]):
     @property
     def columns(self) -> dict[str, list[Any]]:
         """The rows by field, as libraries for data frames take them."""
-        fields: tuple[str, ...] = getattr(self[0], "_fields", ()) if self else ()
+        fields: tuple[str, ...] = getattr(self[0], "_fields", ()) if len(self) else ()
         return {name: [getattr(row, name) for row in self] for name in fields}
 
     def to_json(self) -> str:

@@ -605,8 +605,8 @@ class Plan(Decider):
 
         Args:
             path: The file to write, if any; it is replaced in one step.
-            sections: What the page shows beside the plan, each at most once, as a notebook shows
-                it: its `Findings` (default: those of `check`); a `Sweep` with the same gradients
+            sections: What the page shows beside the plan, as a notebook shows it: its
+                `Findings` (default: those of `check`); a `Sweep` with the same gradients
                 and optimizer; the `Suggestion` of `suggest` for the same leaves; the `Solution` of
                 `solve`; the `Program` of `inspect`, for a step that is compiled for the plan's
                 mesh; and the time of a proof, `proof.time`.
@@ -619,8 +619,8 @@ class Plan(Decider):
             The page.
 
         Raises:
-            ValueError: A section is about other bytes, leaves or another mesh, or there are two of
-                a kind; or as `bytes_per_device`.
+            ValueError: A section is about other bytes, leaves or another mesh; or as
+                `bytes_per_device`.
             TypeError: What is given as a section has none.
             OSError: The file cannot be written.
 
