@@ -83,6 +83,31 @@ def test_roles_of_a_decoder_come_from_what_it_does():
     assert not step.unmodelled
 
 
+def test_heads_in_code_by_device_are_heads():
+    """Attention in `shard_map` names what its arguments consist of, as it does without."""
+    mesh = devices(tp=2)
+    rules = [("[qkv]$", (None, "tp", None)), ("o", ("tp", None, None))]
+    tree = {name: shape(48, 6, 8) for name in "qkv"} | {"o": shape(6, 8, 48)}
+    plan = sr.plan(tree, rules, mesh)
+
+    def attend(w, x):
+        q, k, v = (jnp.einsum("btd,dhk->bthk", x, w[name]) for name in "qkv")
+        chances = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k))
+        return jnp.einsum("bthk,hkd->btd", jnp.einsum("bhts,bshk->bthk", chances, v), w["o"])
+
+    def by_device(w, x):
+        local = lambda w, x: lax.psum(attend(w, x), "tp")  # noqa: E731
+        return jax.shard_map(local, mesh=mesh, in_specs=(plan.specs(), P()), out_specs=P())(w, x)
+
+    whole, local = (
+        [[roles(sr.trace(step, plan, shape(4, 16, 48)))[f"inputs/0/{w}", dim] for dim in range(3)]
+         for w in "qo"]
+        for step in (attend, by_device)
+    )  # fmt: skip
+    assert whole == local
+    assert whole[0] == ["model width", "heads", "head size"]
+
+
 @pytest.mark.parametrize("pad", [lambda e: e.at[0].set(0.0), lambda e: (8 * e).at[0].set(0.0)])
 def test_a_table_in_which_a_row_is_set_to_zero_is_no_state(pad):
     loss = lambda params, tokens: jnp.mean((pad(params["embed"])[tokens] @ params["up"]) ** 2)  # noqa: E731

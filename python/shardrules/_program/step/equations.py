@@ -127,6 +127,8 @@ class Equations:
         """Inputs of the code in `shard_map` and results of it, with the axes of each dimension."""
         self.constants: list[int] = []
         """Arrays that the step closes over: XLA has them whole on each device."""
+        self.local: list[tuple[int, int]] = []
+        """Pairs of a dimension, and what a device has of it in that code."""
         self._iotas = Iotas()
         self._scope, self._devices = "", 1
         self.body = self._body(closed, list(map(self._new, closed.jaxpr.invars)), ())
@@ -277,6 +279,7 @@ class Equations:
         for place, (outer, local) in enumerate(pairs):
             if any(cuts[place : place + 1]):
                 self.dims.parts.append((outer, local))
+                self.local.append((outer, local))
             else:
                 self.dims.unite(outer, local)
 

@@ -386,6 +386,17 @@ def returned_arrays(equations: Equations) -> set[int | None]:
     return returned
 
 
+def _classes_alike(equations: Equations) -> dict[int, int]:
+    """Return {class that code by device has a part of, or the part: the first class of these}."""
+    first: dict[int, int] = {}
+    for pair in equations.local:
+        for whole, part in zip(*map(equations.dims.classes, pair), strict=False):
+            if whole != part:
+                first.setdefault(whole, whole)
+                first[whole] = first.setdefault(part, first[whole])
+    return first
+
+
 class Roles:
     """Roles by class of dimensions.
 
@@ -395,6 +406,7 @@ class Roles:
 
     def __init__(self, equations: Equations, weights: Iterable[int], data: Iterable[int]) -> None:
         self._equations = equations
+        self._first = _classes_alike(equations)
         weights = tuple(weights)
         self.weights = weight_arrays(equations, weights)
         self.of_weights = Counter(self._classes_of(weights))
@@ -407,6 +419,10 @@ class Roles:
             self._see(operation)
         self._name_data()
         self._name_rest()
+        for name, first in self._first.items():
+            if first in self.of:
+                self.of[name] = self.of[first]
+            self.of_weights[name] = self.of_weights[first]
 
     def is_like_weights(self, number: int) -> bool:
         """Say whether weights have all dimensions of an array, as their gradients do."""
@@ -420,7 +436,8 @@ class Roles:
             yield from dict.fromkeys(c for dims in self._dims_of(number) for c in dims)
 
     def _dims_of(self, number: int) -> Iterator[Dims]:
-        return map(self._equations.dims.classes, self._equations.values[number].dims)
+        for dim in self._equations.values[number].dims:
+            yield tuple([self._first.get(c, c) for c in self._equations.dims.classes(dim)])
 
     def _name(self, classes: Iterable[int], role: ClassRole) -> None:
         for name in classes:
