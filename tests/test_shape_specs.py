@@ -85,6 +85,7 @@ BY_CORRECTION = {policy: sr.RuleSpec(BOTH, sr.Correction(indivisible=policy)) fo
         (WHOLE_HEADS, {"fsdp": 4}, array(64, 1024), (None, "fsdp")),
         (sr.fsdp("fsdp", min_bytes=2 * MIB), {"fsdp": 8}, array(1024, 1024, dtype="bfloat16"), (None, "fsdp")),
         (sr.fsdp("fsdp", min_bytes=2 * MIB), {"fsdp": 8}, array(1024, 1024, dtype="int4"), ()),
+        (WHOLE, {"fsdp": 8}, array(0, 16), (None, "fsdp")),
         (BY_CORRECTION["drop"], {"replica": 2, "fsdp": 8}, array(9, 10), ()),
         (BY_CORRECTION["prefix"], {"replica": 2, "fsdp": 8}, array(9, 10), (None, "replica")),
         (BY_CORRECTION["keep"], {"replica": 2, "fsdp": 8}, array(9, 10), (None, ("replica", "fsdp"))),

@@ -48,7 +48,7 @@ def test_safetensors(save, tmp_path):
     assert read_arrays(str(tmp_path / "none.safetensors")).leaves == {}
 
 
-def test_an_index_and_a_directory(save, tmp_path):
+def test_an_index_and_a_directory(save, tmp_path, caplog):
     parts = {f"model-{i}.safetensors": arrays_of(f"layers.{i}") for i in range(2)}
     for name, arrays in parts.items():
         save(arrays, tmp_path / name)
@@ -65,6 +65,10 @@ def test_an_index_and_a_directory(save, tmp_path):
     assert read[:4] == ("model", everything, ".", None)
     assert list(read.leaves) == order
     assert read_arrays(str(tmp_path)) == read._replace(name=tmp_path.name)
+    assert not caplog.records
+    index.write_text(json.dumps({"weight_map": {order[0]: files[order[0]]}}))
+    assert list(read_arrays(str(index)).leaves) == order[:1]
+    assert f"{len(parts['model-1.safetensors']) - 1} arrays of model-1.safetensors, such as " in caplog.text
 
     for name, expected in (("model-0", "file 'model-0.safetensors' should have it"), ("model-9", "is missing beside")):
         index.write_text(json.dumps({"weight_map": {"z": f"{name}.safetensors"}}))

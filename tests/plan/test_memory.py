@@ -140,6 +140,8 @@ def test_in_reports():
         assert told in page
     with pytest.raises(ValueError, match="on the host, the report .* optimizer="):
         plan.to_html(sections=[plan.sweep()], **moments)
+    with pytest.raises(ValueError, match="on the host, the report .* optimizer="):
+        plan.on_mesh({**SIZES, "pp": 1}).to_html(sections=[plan.sweep(gradients=True)])
 
 
 @pytest.mark.parametrize(("hbm", "fits"), [(None, None), (196, True), (195, False)])
