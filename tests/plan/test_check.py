@@ -76,8 +76,7 @@ def test_a_state_inherits_what_a_threshold_exempts():
     params = {f"w{i}": array(1000, 1000, dtype="bfloat16") for i in range(8)} | {"big": LARGE}
     plan = sr.plan(params, [(".*", sr.fsdp("fsdp", min_bytes=3 * MIB))], {"fsdp": 64})
     state = {"mu": jax.tree.map(lambda leaf: array(*leaf.shape), params)}
-    assert not plan.check()
-    assert not plan.for_optimizer(state).check()
+    assert [one.level for one in plan.for_optimizer(state).check()] == ["info"]
 
 
 @pytest.mark.parametrize(("size", "policy", "parts"), [(8, "prefix", 8), (4, "drop_axis", 4)])

@@ -121,7 +121,10 @@ REPLICATED = [
     Row("another declared", {"w": LARGE, "x": LARGE}, WHOLE_X, {}, options={"replicated": ["^y$"]}),
     Row("without a rule", {"w": LARGE, "x": LARGE}, MATCHING_ONE, {
         "message": "1 large leaf replicated (no rule decides): 16.8 MB on each device"}),
-    Row("a rule exempts it by its threshold", {**THRESHOLD, "big": LARGE}, [(".*", sr.fsdp("fsdp", min_bytes=4 * MIB))], None, {"fsdp": 64}, only=""),
+    Row("a rule exempts it by its threshold", {**THRESHOLD, "big": LARGE}, [(".*", sr.fsdp("fsdp", min_bytes=4 * MIB))], {
+        "level": "info", "leaves": 8, "bytes": 32_000_000,
+        "message": "8 leaves replicated (by the threshold of rule 0 '.*' -> fsdp('fsdp', min_bytes=4194304)): 32.0 MB on each device",
+        "fix": "lower its min_bytes or min_rank, if they are to be cut too"}, {"fsdp": 64}, only="replicated"),
     Row("no threshold exempts it", {**{f"w{i}": array(1001, 1001) for i in range(8)}, "big": LARGE},
         [(".*", sr.fsdp("fsdp", min_bytes=1000))], {"level": "warning", "leaves": 8}, {"fsdp": 64}),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""`Plan.check`: the coverage contract, which is that nothing is replicated by chance.
+"""`Plan.check`: the coverage contract, which is that nothing large is replicated silently.
 
 Each check is one function from a plan to findings; all run, and all is reported at once. Here are
 those of rules: unmatched, dead and shadowed ones, specs that do not fit, unused mesh axes.

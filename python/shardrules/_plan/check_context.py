@@ -49,9 +49,9 @@ KINDS: Final[dict[str, tuple[str, str]]] = {
         "are not large together",
     ),
     "replicated": (
-        "warning",
-        "other leaves that are replicated, and large alone or together; none that the rule itself "
-        "leaves whole, as `fsdp(min_bytes=)` does",
+        "warning, info",
+        "other leaves that are replicated, and large alone or together; info if the rule itself "
+        "leaves them whole, as `fsdp(min_bytes=)` does",
     ),
     "half-head": ("warning", "projections of attention that are cut inside a head"),
     "unknown-name": (

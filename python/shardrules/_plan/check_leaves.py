@@ -173,12 +173,10 @@ def replicated(context: CheckContext) -> Iterator[Finding]:
     by_rule: dict[Any, list[Folded]] = defaultdict(list)
     for part in context.undeclared(context.folded(map(context.is_whole, kinds))):
         kind = kinds[part.group]
-        # Leaves of the catch-all, and those without names, are reported as that; and what a
-        # rule made from shapes leaves whole is meant so.
-        is_said = kind.rule in context.silent_catch_alls or context.is_unnamed(kind)
-        if not is_said and not context.is_exempt(kind):
-            by_rule[kind.decided_by].append(part)
-    for folded in by_rule.values():
+        # Leaves of the catch-all, and those without names, are reported as that.
+        if kind.rule not in context.silent_catch_alls and not context.is_unnamed(kind):
+            by_rule[kind.decided_by, context.is_exempt(kind)].append(part)
+    for (_, is_exempt), folded in by_rule.items():
         large = [part for part in folded if kinds[part.group].device_bytes >= context.large]
         if not large and not context.is_much(context.device_bytes(folded)):
             continue
@@ -190,9 +188,13 @@ def replicated(context: CheckContext) -> Iterator[Finding]:
         cost = context.device_bytes(parts)
         yield finding(
             "replicated",
-            f"{counted(leaves_in(parts), noun)} replicated ({why}): {at_stake(cost)}",
-            "shard them, or declare them replicated",
+            f"{counted(leaves_in(parts), noun)} replicated "
+            f"({'by the threshold of ' if is_exempt else ''}{why}): {at_stake(cost)}",
+            "lower its min_bytes or min_rank, if they are to be cut too"
+            if is_exempt
+            else "shard them, or declare them replicated",
             parts,
+            level="info" if is_exempt else "warning",
             rule=kind.rule,
             bytes=cost,
         )

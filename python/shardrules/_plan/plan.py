@@ -279,9 +279,7 @@ class Plan(Decider):
         hbm: float | str | None = None,
         levels: Mapping[CheckKind, Level | Literal["off"]] | None = None,
     ) -> Findings:
-        """Check the coverage: no large leaf is replicated by chance, no rule for paths ignored.
-
-        What `fsdp` leaves whole by its thresholds is meant so, and is no finding.
+        """Check the coverage: no large leaf is replicated and no rule for paths ignored silently.
 
         | you have | it looks |
         |---|---|
