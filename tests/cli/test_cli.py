@@ -229,6 +229,13 @@ def module(text):
     importlib.invalidate_caches()
 
 
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+def test_the_axes_of_a_step_s_mesh_are_of_the_type_that_is_asked_for(types):
+    module("def step_on(mesh): raise ValueError({*map(str, mesh.axis_types)})")
+    done = run("prove", "my_model:step_on", "-m", "a=2,b=1", "--axis-types", types)
+    assert f"ValueError: {{'{types.title()}'}}" in done.stderr, done.stderr
+
+
 def test_a_module_s_tree_and_rules():
     leaf = "jax.ShapeDtypeStruct((8, 8), 'bfloat16')"
     module(f"RULES = [('w', ('tp',))]\ndef params(): return {{'w': [{leaf}] * 3}}\ndef broken(): raise IOError('gone')")
