@@ -231,7 +231,7 @@ def module(text):
 
 @pytest.mark.parametrize("types", ["auto", "explicit"])
 def test_the_axes_of_a_step_s_mesh_are_of_the_type_that_is_asked_for(types):
-    module("def step_on(mesh): raise ValueError({*map(str, mesh.axis_types)})")
+    module("def step_on(mesh): raise ValueError({each.name for each in mesh.axis_types})")
     done = run("prove", "my_model:step_on", "-m", "a=2,b=1", "--axis-types", types)
     assert f"ValueError: {{'{types.title()}'}}" in done.stderr, done.stderr
 
