@@ -192,7 +192,7 @@ def _as_option(option: Option | Argument, key: str, value: Any) -> Any:
     texts = [*value] if isinstance(value, list | dict) else [value]
     if type(value) not in forms or not all(isinstance(text, str) and text for text in texts):
         forms_shown = " or ".join(_WRITTEN[form] for form in _WRITTEN if form in forms)
-        raise FileError(f"{key} is {shown(value)}; write {forms_shown}")
+        raise FileError(f"{key} is {shown(value)}; write {forms_shown}, and nothing empty in it")
     if isinstance(value, dict):
         odd = option.type.odd if isinstance(option.type, KeyValues) else lambda _: ""
         texts = [f"{item}={value[item]}" for item in value if not odd(item)]
