@@ -113,12 +113,7 @@ class Training:
             _check_is_first(params)
         if isinstance(optimizer, tuple):
             for position, dtype in enumerate(optimizer):
-                add(
-                    "optimizer",
-                    params,
-                    of_gradients,
-                    as_bits(f"optimizer[{position}]", dtype),
-                )
+                add("optimizer", params, of_gradients, as_bits(f"optimizer[{position}]", dtype))
         elif optimizer is not None:
             _check_same_mesh(optimizer, params)
             add("optimizer", optimizer, optimizer.counts)

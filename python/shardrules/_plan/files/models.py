@@ -328,9 +328,7 @@ def manifest_text(columns: Plan, name: str | None = None) -> str:
         if kind.shape is not None
     ]
     rows = [
-        json.dumps(
-            [path, list(kind.shape or ()), as_dtype_name(f"the dtype of {path}", kind.dtype)]
-        )
+        json.dumps([path, kind.shape or (), as_dtype_name(f"the dtype of {path}", kind.dtype)])
         for path, kind in arrays
     ]
     names = {path: kind.names for path, kind in arrays if kind.names is not None}
