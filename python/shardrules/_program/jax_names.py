@@ -283,16 +283,18 @@ def run_module(
     memory = loaded.get_compiled_memory_stats()
     sizes = (getattr(memory, f"{name}_size_in_bytes") for name in ("argument", "output", "temp"))
 
-    def shardings(of_leaves: Any, count: int) -> list[Any]:
-        specs = [spec for sharding in of_leaves or () for spec in parse(sharding, mesh)]
-        return [jax.NamedSharding(mesh, spec) for spec in specs or [jax.P()] * count]  # of a device
+    def shardings(of_leaves: Any) -> list[Any]:
+        specs = (spec for sharding in of_leaves or () for spec in parse(sharding, mesh))
+        return [jax.NamedSharding(mesh, spec) for spec in specs]
+
+    whole = jax.NamedSharding(mesh, jax.P())  # of a program for one device, which has none
+    inputs = shardings(loaded.get_parameter_shardings()) or whole
+    outputs = shardings(loaded.get_output_shardings()) or [whole] * len(shapes)
 
     def run(arrays: list[Any]) -> list[Any]:
-        placed = jax.device_put(arrays, shardings(loaded.get_parameter_shardings(), len(arrays)))
+        placed = jax.device_put(arrays, inputs)
         parts = loaded.execute_sharded(placed).disassemble_into_single_device_arrays()
-        rows = zip(
-            shapes, shardings(loaded.get_output_shardings(), len(shapes)), parts, strict=True
-        )
+        rows = zip(shapes, outputs, parts, strict=True)
         return [jax.make_array_from_single_device_arrays(*row) for row in rows]
 
     return run, sum(sizes)
