@@ -2,8 +2,8 @@
 
 XLA writes the optimized module, its memory report and its live ranges before it generates code,
 which takes most of the time: the child, `child`, ends itself then. It compiles for slices of TPUs
-by libtpu, and for CPUs by XLA for as many host devices. In this process nothing starts: no backend
-and no thread, and no setting changes. `compile_or_read` has the code as well.
+by libtpu, and for CPUs by XLA for as many host devices. In this process nothing starts: no backend,
+thread, or change of the environment. `compile_or_read` alone compiles here, to the end.
 """
 
 from __future__ import annotations
