@@ -13,7 +13,7 @@ from shardrules._plan.path_words import is_gathered, use_of
 from shardrules._plan.roles import experts_dim
 from shardrules._program.executable import Executable, State
 from shardrules._program.facts import SLICES, Facts
-from shardrules._program.values import Values
+from shardrules._program.values import Values, reached
 
 _BATCH_SHARE: Final = 0.1
 """Share of the elements of all states whose gradients an axis of the batch sums."""
@@ -95,7 +95,7 @@ class Context:
     def behind_gradients(self) -> frozenset[int]:
         """Values that are made of summed gradients, as those of an optimizer are."""
         sums = [result for result, _, _ in self.sums]
-        return frozenset(self.values.reached(sums, lambda node: self.values.used_by[node]))
+        return frozenset(reached(sums, lambda node: self.values.used_by[node]))
 
     def next_of(self, leaf: int) -> frozenset[int]:
         """Return the values that are made of a leaf element by element."""

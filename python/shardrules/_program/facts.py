@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from shardrules._program.computation import Instruction
 from shardrules._program.hlo import CollectiveOpcode, ReplicaGroups
-from shardrules._program.values import Values
+from shardrules._program.values import Values, reached
 
 MOVES: Final = frozenset({"bitcast", "convert", "copy", "pad", "reshape", "transpose"})
 SLICES: Final = frozenset({"dynamic-slice", "slice"})
@@ -138,7 +138,7 @@ class Facts:
 
     def results(self, starts: Iterable[int]) -> frozenset[int]:
         """Return these values, and all that are made of them element by element."""
-        return frozenset(self._values.reached(starts, self._updated_into.__getitem__))
+        return frozenset(reached(starts, self._updated_into.__getitem__))
 
     @cached_property
     def behind_updates(self) -> frozenset[int]:
@@ -205,9 +205,7 @@ class Facts:
             }
             return list(sources) if len(sources) == 1 else ()
 
-        return next(
-            (x for x in values.reached([node], arrays) if values.opcodes[x] in opcodes), None
-        )
+        return next((x for x in reached([node], arrays) if values.opcodes[x] in opcodes), None)
 
     def uses(self, node: int, dim: int | None, is_end: Callable[[int], bool]) -> Iterator[Use]:
         """Yield the operations in which a value, or what is made of it by element, ends.

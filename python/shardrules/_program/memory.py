@@ -13,7 +13,7 @@ from shardrules._program.computation import Instruction
 from shardrules._program.executable import Executable
 from shardrules._program.facts import JOINS, Facts
 from shardrules._program.hlo import Hlo, hlo_errors
-from shardrules._program.values import Values
+from shardrules._program.values import Values, reached
 
 _LARGEST: Final = 100
 _FEW_STACKS: Final = 3
@@ -245,7 +245,7 @@ class DeviceArrays:
                 and self._phases[near] == "forward"
             ]
 
-        return values.reached([node], goes_on)
+        return reached([node], goes_on)
 
     def _is_kept(self, node: int) -> bool:
         """Say whether the backward pass reads an array of the forward pass."""

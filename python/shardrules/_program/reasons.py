@@ -20,6 +20,7 @@ from shardrules._program.facts import (
     summed_dims,
 )
 from shardrules._program.hlo import Exchange, Moved, is_called
+from shardrules._program.values import reached
 
 _PRODUCT_NAMES: Final = ("conv_general_dilated", "dot_general")
 _SMALL: Final = 2**16
@@ -119,7 +120,7 @@ class Row:
         nodes = values.results(exchange)
         if self.kind == "all-to-all" and len(nodes) > 1:
             size = len(nodes) * self._elements(nodes[0])
-            behind = values.reached(
+            behind = reached(
                 nodes[:1], lambda node: values.used_by[node] if self._elements(node) < size else ()
             )
             return next((node for node in behind if self._elements(node) == size), nodes[0])
@@ -220,13 +221,13 @@ class Row:
         if mask is None or not self.differs(self._values.made_of[mask][0]):
             return False
         additions = partial(self._made_by, _ADDED)
-        return self.operand in self._values.reached([self.result], additions)
+        return self.operand in reached([self.result], additions)
 
     @property
     def is_early(self) -> bool:
         """True if nothing is made of a sum but smaller products, which could be summed instead."""
         values, opcodes = self._values, self._values.opcodes
-        copies = set(values.reached([self.result], partial(self._made_by, MOVES)))
+        copies = set(reached([self.result], partial(self._made_by, MOVES)))
         users = (user for node in copies for user in values.used_by[node])
         products = [user for user in users if opcodes[user] not in MOVES]
         size = sum(map(self._elements, products))

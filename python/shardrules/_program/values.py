@@ -20,6 +20,7 @@ Tree = int | tuple["Tree", ...]
 """Value of an instruction: a node, or the values of a tuple's elements."""
 
 _Fact = TypeVar("_Fact")
+_Node = TypeVar("_Node")
 # Calls of TPUs' programs that only move what is in them; others are products.
 _HELPERS: Final = {
     "AllocateBuffer": "constant",
@@ -111,16 +112,6 @@ class Values:
             for source in set(sources) if len(sources) > 1 else sources:
                 users[source].append(node)
         return users
-
-    def reached(self, starts: Iterable[int], step: Callable[[int], Iterable[int]]) -> Iterator[int]:
-        """Yield nodes, and all to which a step leads from them, each once."""
-        pending, seen = list(starts), set()
-        while pending:
-            node = pending.pop()
-            if node not in seen:
-                seen.add(node)
-                yield node
-                pending += step(node)
 
     def fixpoint(self, unknown: _Fact, rule: Callable[[int, list[_Fact]], _Fact]) -> list[_Fact]:
         """Compute a fact of each node from those of what it is made of.
@@ -260,6 +251,17 @@ class Values:
             raise LookupError(f"a call has {len(sources)} arrays for {len(nodes)}")
         for node, source in zip(nodes, sources, strict=True):
             self.made_of[node].append(source)
+
+
+def reached(starts: Iterable[_Node], step: Callable[[_Node], Iterable[_Node]]) -> Iterator[_Node]:
+    """Yield nodes of a graph, and all to which a step leads from them, each once."""
+    pending, seen = list(starts), set()
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            pending += step(node)
 
 
 def leaves(tree: Tree | Sequence[Tree]) -> list[int]:

@@ -34,6 +34,7 @@ from shardrules._program.lowering import (
 )
 from shardrules._program.step.equations import Equations, inputs_of, only_call, without_dead
 from shardrules._program.topologies.topology import Topology
+from shardrules._program.values import reached
 from shardrules._program.work import phase_of, primitive_name
 
 if TYPE_CHECKING:
@@ -376,14 +377,7 @@ def returned_arrays(equations: Equations) -> set[int | None]:
                 made_of[output].append(result)
         for output in operation.outputs if operation.rule and not operation.rule.summed else ():
             made_of[output] += operation.inputs
-    returned: set[int | None] = set()
-    pending: list[int | None] = [*equations.body.outputs]
-    while pending:
-        number = pending.pop()
-        if number not in returned:
-            returned.add(number)
-            pending += made_of[number]
-    return returned
+    return set(reached(equations.body.outputs, made_of.__getitem__))
 
 
 def _classes_alike(equations: Equations) -> dict[int, int]:

@@ -22,6 +22,7 @@ from shardrules._program.executable import Executable, sharding_shown
 from shardrules._program.hlo import Collective
 from shardrules._program.inputs import PlannedSharding
 from shardrules._program.program import Program
+from shardrules._program.values import reached
 from shardrules._program.verify.placements import is_same
 
 _SHARE: Final = 0.05
@@ -253,7 +254,7 @@ def _causes(executable: Executable, node: int, axes: frozenset[str]) -> tuple[st
     def differing_sources(node: int) -> list[int]:
         return [source for source in values.made_of[node] if axes & variation.of([source])]
 
-    made_of = dict.fromkeys(values.reached([node], differing_sources))
+    made_of = dict.fromkeys(reached([node], differing_sources))
     sums = (source for source in made_of if values.opcodes[source] in _SUMS)
     lines = (place for source in sums if (place := hlo.place(values.lines[source])))
     pairs = executable.leaf_of.items()
